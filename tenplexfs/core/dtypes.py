@@ -1,0 +1,57 @@
+"""Names of element types: numpy's fixed-size ones, and bfloat16 and float8 of ml_dtypes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import ml_dtypes
+import numpy as np
+
+from tenplexfs.errors import InvalidError
+
+__all__ = ["EXTENDED", "dtype_name", "dtype_of", "itemsize_of"]
+
+EXTENDED: dict[str, np.dtype[np.generic]] = {
+    name: np.dtype(getattr(ml_dtypes, name))
+    for name in (
+        "bfloat16",
+        "float8_e3m4",
+        "float8_e4m3",
+        "float8_e4m3b11fnuz",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    )
+    if hasattr(ml_dtypes, name)
+}
+"""Types without an npy code, by name."""
+
+
+@lru_cache(maxsize=None)
+def dtype_of(name: str) -> np.dtype[np.generic]:
+    """Returns the dtype that ``name`` stands for, in native byte order.
+
+    Raises:
+        InvalidError: The name is unknown, or its elements have no fixed size.
+    """
+    if name in EXTENDED:
+        return EXTENDED[name]
+    try:
+        dtype = np.dtype(name)
+    except (TypeError, ValueError) as error:
+        raise InvalidError(f"dtype {name!r}: unknown") from error
+    if dtype.hasobject or dtype.itemsize == 0 or dtype.kind == "V":
+        raise InvalidError(f"dtype {name!r}: elements need a fixed size and no objects")
+    return dtype
+
+
+def dtype_name(dtype: np.dtype[np.generic]) -> str:
+    """Returns the name of ``dtype``, such that ``dtype_of`` gives it back."""
+    return dtype.name if dtype.name in EXTENDED or dtype.kind in "biufc" else dtype.str
+
+
+def itemsize_of(name: str) -> int:
+    """Returns the bytes of one element of the type called ``name``."""
+    return dtype_of(name).itemsize

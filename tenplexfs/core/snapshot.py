@@ -1,0 +1,79 @@
+"""Which state a tree shows: snapshots, heads, and the names of jobs and nodes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NewType
+
+from tenplexfs.errors import InvalidError
+
+__all__ = ["Head", "JobName", "NodeName", "SnapshotId", "TxId", "check_job_name", "check_node_name"]
+
+JobName = NewType("JobName", str)
+NodeName = NewType("NodeName", str)
+TxId = NewType("TxId", str)
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
+
+
+def check_job_name(text: str) -> JobName:
+    """Returns ``text`` as the name of a job.
+
+    Raises:
+        InvalidError: It is not ``[A-Za-z0-9][A-Za-z0-9_.-]{0,63}``.
+    """
+    if not _NAME.fullmatch(text):
+        raise InvalidError(f"job name {text!r}: need [A-Za-z0-9][A-Za-z0-9_.-]{{0,63}}")
+    return JobName(text)
+
+
+def check_node_name(text: str) -> NodeName:
+    """Returns ``text`` as the name of a node, by the rule for jobs.
+
+    Raises:
+        InvalidError: It is not ``[A-Za-z0-9][A-Za-z0-9_.-]{0,63}``.
+    """
+    if not _NAME.fullmatch(text):
+        raise InvalidError(f"node name {text!r}: need [A-Za-z0-9][A-Za-z0-9_.-]{{0,63}}")
+    return NodeName(text)
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotId:
+    """The state at one step under one layout; what is in it never changes.
+
+    Attributes:
+        generation: Number of the committed PTC of the job, from 1.
+        step: Optimiser step, or None while the job has no state.
+        txid: The transaction that made it, 16 hex digits; names it alone.
+    """
+
+    generation: int
+    step: int | None
+    txid: TxId
+
+    def __post_init__(self) -> None:
+        if self.generation < 1:
+            raise InvalidError(f"generation: need >= 1, got {self.generation}")
+        if self.step is not None and self.step < 0:
+            raise InvalidError(f"step: need >= 0, got {self.step}")
+
+    def __str__(self) -> str:
+        step = "-" if self.step is None else str(self.step)
+        return f"generation {self.generation} step {step} txid {self.txid}"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A job's current snapshot: the one key of the registry that a commit moves.
+
+    Attributes:
+        snapshot: What the job is now.
+        layout_digest: Of the committed layout, as `formats.layout_json.layout_digest` gives it.
+        nodes: The nodes that hold the snapshot, in the order of their names.
+    """
+
+    snapshot: SnapshotId
+    layout_digest: str
+    nodes: tuple[NodeName, ...]

@@ -1,0 +1,149 @@
+"""The exception tree, and what each error is at every edge.
+
+One table says what an error is as an errno (the mount), as a gRPC status (the wire and ``--json``) and as an
+exit status (the command line), so that no edge decides by itself.
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import ClassVar
+
+__all__ = [
+    "ConflictError",
+    "CorruptError",
+    "ExistsError",
+    "InvalidError",
+    "NoRoomError",
+    "NotFoundError",
+    "PreconditionError",
+    "StaleError",
+    "TenplexError",
+    "TimedOutError",
+    "UnavailableError",
+    "UsageError",
+    "error_from_code",
+]
+
+
+class TenplexError(Exception):
+    """Something was refused or failed; the message says what, where, the values, and what to do.
+
+    Attributes:
+        code: The gRPC status name, the same on the wire and in ``--json``.
+        errno: What a file system call answers.
+        exit_status: What the command line exits with.
+        details: Values for machines, JSON-encodable.
+    """
+
+    code: ClassVar[str] = "INTERNAL"
+    errno: ClassVar[int] = errno.EIO
+    exit_status: ClassVar[int] = 1
+
+    def __init__(self, message: str, **details: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.details = details
+
+
+class InvalidError(TenplexError):
+    """The input is wrong in itself: a bad layout, file, range or name."""
+
+    code = "INVALID_ARGUMENT"
+    errno = errno.EINVAL
+
+
+class UsageError(InvalidError):
+    """The command line or the configuration is wrong."""
+
+    exit_status = 2
+
+
+class NotFoundError(TenplexError):
+    """No such job, rank, tensor, node or snapshot."""
+
+    code = "NOT_FOUND"
+    errno = errno.ENOENT
+
+
+class ExistsError(TenplexError):
+    """The thing is there already, or something is in use by somebody else."""
+
+    code = "ALREADY_EXISTS"
+    errno = errno.EEXIST
+
+
+class PreconditionError(TenplexError):
+    """The input is fine, the present state does not allow it."""
+
+    code = "FAILED_PRECONDITION"
+    errno = errno.EBUSY
+
+
+class ConflictError(TenplexError):
+    """Somebody else moved the head or holds the lock; look again and plan again."""
+
+    code = "ABORTED"
+    errno = errno.EBUSY
+    exit_status = 4
+
+
+class StaleError(TenplexError):
+    """The snapshot was freed; a fresh walk from the job's name finds the newest."""
+
+    code = "OUT_OF_RANGE"
+    errno = errno.ESTALE
+
+
+class NoRoomError(TenplexError):
+    """The store has no room; the numbers are in the message."""
+
+    code = "RESOURCE_EXHAUSTED"
+    errno = errno.ENOSPC
+    exit_status = 5
+
+
+class UnavailableError(TenplexError):
+    """A daemon, peer or registry could not be reached; trying again may help."""
+
+    code = "UNAVAILABLE"
+    errno = errno.EIO
+    exit_status = 3
+
+
+class TimedOutError(TenplexError):
+    """A wait ended by its deadline."""
+
+    code = "DEADLINE_EXCEEDED"
+    errno = errno.EIO
+    exit_status = 124
+
+
+class CorruptError(TenplexError):
+    """Bytes are not what their checksum says."""
+
+    code = "DATA_LOSS"
+    errno = errno.EIO
+
+
+_BY_CODE: dict[str, type[TenplexError]] = {
+    cls.code: cls
+    for cls in (
+        TenplexError,
+        InvalidError,
+        NotFoundError,
+        ExistsError,
+        PreconditionError,
+        ConflictError,
+        StaleError,
+        NoRoomError,
+        UnavailableError,
+        TimedOutError,
+        CorruptError,
+    )
+}
+
+
+def error_from_code(code: str, message: str, **details: object) -> TenplexError:
+    """Returns the error that ``code``, a gRPC status name, stands for; unknown codes give the base class."""
+    return _BY_CODE.get(code, TenplexError)(message, **details)

@@ -1,0 +1,163 @@
+"""The seams between the runtime and the edges: what each side may rely on."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tenplexfs.core.snapshot import Head, JobName, NodeName, TxId
+
+__all__ = ["ArraySource", "FileContent", "Lock", "PeerReader", "Ranges", "Registry", "RegistryEvent", "SnapshotView"]
+
+
+class ArraySource(Protocol):
+    """Local arrays of one snapshot. Thread-safe; what it gave stays valid as long as it is referenced."""
+
+    def array(self, rank: int, path: str) -> npt.NDArray[np.generic] | None:
+        """Returns the read-only local array of ``path`` (canonical) on ``rank``, or None when not here."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """Boxes of one rank's local array, in the order in which their bytes are streamed.
+
+    Attributes:
+        rank: In the numbering of the snapshot that is asked.
+        path: Canonical tensor path.
+        itemsize: Bytes of one element.
+        boxes: int64 (n, 2, ndim): start and stop, half-open, local coordinates; ndim may be 0.
+    """
+
+    rank: int
+    path: str
+    itemsize: int
+    boxes: npt.NDArray[np.int64]
+
+    @property
+    def nbytes(self) -> npt.NDArray[np.int64]:
+        """Bytes of each box, int64 (n,)."""
+        extents = self.boxes[:, 1, :] - self.boxes[:, 0, :]
+        return np.asarray(extents.prod(axis=1) * self.itemsize, np.int64)
+
+
+class PeerReader(Protocol):
+    """Reads ranges of named snapshots from other nodes."""
+
+    async def fetch(
+        self,
+        node: NodeName,
+        job: JobName,
+        txid: TxId,
+        ranges: Sequence[Ranges],
+        write: Callable[[int, bytes], None],
+        *,
+        deadline_s: float,
+    ) -> None:
+        """Streams ``ranges`` in order.
+
+        ``write(offset, data)`` is called in a worker thread, in order, with the bytes from ``offset`` on of the
+        concatenation of all boxes (each in C order). Each message's checksum is verified before it is handed
+        over. A transient failure resumes where the stream stopped, until ``deadline_s``.
+
+        Raises:
+            NotFoundError, StaleError: The node has no such snapshot, rank or tensor (any more).
+            UnavailableError, TimedOutError, CorruptError: After the retries.
+        """
+        ...
+
+
+class FileContent(Protocol):
+    """The bytes of an open file. They never change, also when its snapshot is dropped."""
+
+    size: int
+
+    def read(self, offset: int, size: int) -> bytes | memoryview | None:
+        """Returns up to ``size`` bytes at ``offset`` at once, or None when they are elsewhere."""
+        ...
+
+    async def read_wait(self, offset: int, size: int) -> bytes | memoryview:
+        """Returns the bytes as `read` does, after fetching them; never short, never zeros.
+
+        Raises:
+            TenplexError: They did not come in time, or are gone.
+        """
+        ...
+
+    def close(self) -> None:
+        """Gives back what the handle held."""
+        ...
+
+
+class SnapshotView(Protocol):
+    """What the tree needs to know of a snapshot."""
+
+    job: JobName
+    created_ns: int
+
+    def document(self, name: str) -> bytes:
+        """Returns ``job.json``, ``layout.json`` or ``ptc/<rank>.json``; the same bytes at each call."""
+        ...
+
+    def open_shard(self, rank: int, path: str) -> FileContent:
+        """Opens the .npy of ``path`` (as shown) on ``rank``. Does not wait."""
+        ...
+
+    def open_full(self, path: str) -> FileContent:
+        """Opens the .npy of the whole tensor ``path`` (as shown). Does not wait."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryEvent:
+    """A job's head as of a revision; ``head`` is None once the job was removed."""
+
+    revision: int
+    job: JobName
+    head: Head | None
+
+
+@dataclass(frozen=True, slots=True)
+class Lock:
+    """The right to coordinate a job, until it is released or ``ttl_s`` passes without a renewal."""
+
+    job: JobName
+    owner: str
+    token: int
+
+
+class Registry(Protocol):
+    """Where heads live. Linearizable; every call has a deadline and raises UnavailableError when it passes."""
+
+    async def heads(self) -> tuple[int, dict[JobName, Head]]:
+        """Returns the current revision and the head of every job as of it."""
+        ...
+
+    async def lock(self, job: JobName, owner: str, *, ttl_s: float) -> Lock:
+        """Takes or, with the same ``owner``, renews the job's lock.
+
+        Raises:
+            ConflictError: Another owner holds it; the message names it.
+        """
+        ...
+
+    async def unlock(self, lock: Lock) -> None:
+        """Releases ``lock`` if it is still held."""
+        ...
+
+    async def compare_and_set(self, lock: Lock, expected: Head | None, new: Head | None) -> None:
+        """Moves the head of ``lock.job`` from ``expected`` to ``new`` (None: no such job). The commit.
+
+        Raises:
+            ConflictError: The head is another, or the lock is lost. Nothing changed.
+            UnavailableError: The reply was lost: read the head's txid to know.
+        """
+        ...
+
+    def watch(self, revision: int) -> AsyncIterator[RegistryEvent]:
+        """Yields each change after ``revision``, in order; reconnects by itself."""
+        ...
