@@ -1,0 +1,1 @@
+"""The gRPC edge: what other daemons, schedulers and the command line ask, and how this daemon asks them."""

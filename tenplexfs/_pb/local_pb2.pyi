@@ -1,0 +1,96 @@
+from tenplexfs._pb import control_pb2 as _control_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("node", "version", "pid", "mount", "listen", "store_used_bytes", "store_limit_bytes", "jobs", "json")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    MOUNT_FIELD_NUMBER: _ClassVar[int]
+    LISTEN_FIELD_NUMBER: _ClassVar[int]
+    STORE_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STORE_LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    version: str
+    pid: int
+    mount: str
+    listen: str
+    store_used_bytes: int
+    store_limit_bytes: int
+    jobs: _containers.RepeatedCompositeFieldContainer[_control_pb2.Job]
+    json: str
+    def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., pid: _Optional[int] = ..., mount: _Optional[str] = ..., listen: _Optional[str] = ..., store_used_bytes: _Optional[int] = ..., store_limit_bytes: _Optional[int] = ..., jobs: _Optional[_Iterable[_Union[_control_pb2.Job, _Mapping]]] = ..., json: _Optional[str] = ...) -> None: ...
+
+class ListJobsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListJobsReply(_message.Message):
+    __slots__ = ("jobs",)
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    jobs: _containers.RepeatedCompositeFieldContainer[_control_pb2.Job]
+    def __init__(self, jobs: _Optional[_Iterable[_Union[_control_pb2.Job, _Mapping]]] = ...) -> None: ...
+
+class ImportRequest(_message.Message):
+    __slots__ = ("job", "path", "step", "ignore", "request_id")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    path: str
+    step: int
+    ignore: _containers.RepeatedScalarFieldContainer[str]
+    request_id: str
+    def __init__(self, job: _Optional[str] = ..., path: _Optional[str] = ..., step: _Optional[int] = ..., ignore: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class VerifyRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class VerifyReply(_message.Message):
+    __slots__ = ("bytes_done", "bytes_total", "mismatches")
+    BYTES_DONE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    MISMATCHES_FIELD_NUMBER: _ClassVar[int]
+    bytes_done: int
+    bytes_total: int
+    mismatches: _containers.RepeatedCompositeFieldContainer[Mismatch]
+    def __init__(self, bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ..., mismatches: _Optional[_Iterable[_Union[Mismatch, _Mapping]]] = ...) -> None: ...
+
+class Mismatch(_message.Message):
+    __slots__ = ("job", "txid", "rank", "path", "message")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    TXID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    txid: str
+    rank: int
+    path: str
+    message: str
+    def __init__(self, job: _Optional[str] = ..., txid: _Optional[str] = ..., rank: _Optional[int] = ..., path: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class StopRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StopReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,139 @@
+from tenplexfs._pb import registry_pb2 as _registry_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class HelloRequest(_message.Message):
+    __slots__ = ("node", "version")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    version: str
+    def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+
+class HelloReply(_message.Message):
+    __slots__ = ("node", "version", "incarnation")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    version: str
+    incarnation: str
+    def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+
+class StageRequest(_message.Message):
+    __slots__ = ("job", "snapshot", "base_txid", "old_layout_json", "new_layout_json", "settings_json", "coordinator", "drop", "endpoints", "created_ns")
+    class EndpointsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    BASE_TXID_FIELD_NUMBER: _ClassVar[int]
+    OLD_LAYOUT_JSON_FIELD_NUMBER: _ClassVar[int]
+    NEW_LAYOUT_JSON_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_JSON_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_FIELD_NUMBER: _ClassVar[int]
+    DROP_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    CREATED_NS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    snapshot: _registry_pb2.Snapshot
+    base_txid: str
+    old_layout_json: str
+    new_layout_json: str
+    settings_json: str
+    coordinator: str
+    drop: _containers.RepeatedScalarFieldContainer[str]
+    endpoints: _containers.ScalarMap[str, str]
+    created_ns: int
+    def __init__(self, job: _Optional[str] = ..., snapshot: _Optional[_Union[_registry_pb2.Snapshot, _Mapping]] = ..., base_txid: _Optional[str] = ..., old_layout_json: _Optional[str] = ..., new_layout_json: _Optional[str] = ..., settings_json: _Optional[str] = ..., coordinator: _Optional[str] = ..., drop: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., created_ns: _Optional[int] = ...) -> None: ...
+
+class StageProgress(_message.Message):
+    __slots__ = ("bytes_done", "bytes_total")
+    BYTES_DONE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    bytes_done: int
+    bytes_total: int
+    def __init__(self, bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ...) -> None: ...
+
+class SwitchRequest(_message.Message):
+    __slots__ = ("job", "head")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    head: _registry_pb2.Head
+    def __init__(self, job: _Optional[str] = ..., head: _Optional[_Union[_registry_pb2.Head, _Mapping]] = ...) -> None: ...
+
+class SwitchReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DropRequest(_message.Message):
+    __slots__ = ("job", "txid")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    TXID_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    txid: str
+    def __init__(self, job: _Optional[str] = ..., txid: _Optional[str] = ...) -> None: ...
+
+class DropReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ("job", "txid")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    TXID_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    txid: str
+    def __init__(self, job: _Optional[str] = ..., txid: _Optional[str] = ...) -> None: ...
+
+class DescribeReply(_message.Message):
+    __slots__ = ("snapshot", "layout_json", "settings_json", "created_ns", "committed")
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_JSON_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_JSON_FIELD_NUMBER: _ClassVar[int]
+    CREATED_NS_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    snapshot: _registry_pb2.Snapshot
+    layout_json: str
+    settings_json: str
+    created_ns: int
+    committed: bool
+    def __init__(self, snapshot: _Optional[_Union[_registry_pb2.Snapshot, _Mapping]] = ..., layout_json: _Optional[str] = ..., settings_json: _Optional[str] = ..., created_ns: _Optional[int] = ..., committed: _Optional[bool] = ...) -> None: ...
+
+class LeaseRequest(_message.Message):
+    __slots__ = ("job", "txid", "lease_id", "ttl_s")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    TXID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    txid: str
+    lease_id: str
+    ttl_s: float
+    def __init__(self, job: _Optional[str] = ..., txid: _Optional[str] = ..., lease_id: _Optional[str] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+
+class LeaseReply(_message.Message):
+    __slots__ = ("lease_id",)
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("lease_id",)
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
+
+class ReleaseReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,133 @@
+"""What the daemon gives to the rpc edge: one handler for each service.
+
+Every method is called on the trio thread of `tenplexfs.rpc.server.RpcServer`, in a cancel scope of its own that
+ends when the client goes away or its deadline passes: work that outlives the call belongs to a nursery of the
+daemon, and the call only watches it. A `TenplexError` becomes the status of the call, with its message and
+details; anything else is logged with its traceback and becomes INTERNAL. Streams are async generators; they are
+closed in the task that ran them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from tenplexfs._pb import control_pb2, local_pb2, peer_pb2
+from tenplexfs.core.snapshot import JobName, TxId
+from tenplexfs.runtime.protocols import ArraySource
+
+__all__ = ["ControlHandler", "LocalHandler", "PeerHandler", "RangesHandler"]
+
+
+class ControlHandler(Protocol):
+    """What schedulers and people ask; see ``protos/tenplexfs/v1/control.proto``."""
+
+    async def create_job(self, request: control_pb2.CreateJobRequest) -> control_pb2.Job:
+        """Returns the job, made now or there already with the same layout and settings."""
+        ...
+
+    async def plan(self, request: control_pb2.PlanRequest) -> control_pb2.PlanSummary:
+        """Returns what a reconfiguration would move; changes nothing."""
+        ...
+
+    def reconfigure(self, request: control_pb2.ReconfigureRequest) -> AsyncIterator[control_pb2.Progress]:
+        """Yields the progress of the transaction; the last one is "done" and carries the job."""
+        ...
+
+    def notify_resources(
+        self, request: control_pb2.NotifyResourcesRequest
+    ) -> AsyncIterator[control_pb2.Progress]:
+        """Yields progress as `reconfigure`, for the layout that the resources give."""
+        ...
+
+    async def get_job(self, request: control_pb2.GetJobRequest) -> control_pb2.Job:
+        """Returns the job as it is now."""
+        ...
+
+    def watch_job(self, request: control_pb2.GetJobRequest) -> AsyncIterator[control_pb2.Job]:
+        """Yields the job now, and again after each change, until it is removed."""
+        ...
+
+    def rollback(self, request: control_pb2.RollbackRequest) -> AsyncIterator[control_pb2.Progress]:
+        """Yields progress as `reconfigure`, back to a step that is kept."""
+        ...
+
+    async def abort(self, request: control_pb2.AbortRequest) -> control_pb2.Job:
+        """Returns the job after its running transaction, if any, was dropped."""
+        ...
+
+    async def remove_job(self, request: control_pb2.RemoveJobRequest) -> control_pb2.Job:
+        """Returns the job as it was; its name and its bytes are gone."""
+        ...
+
+
+class PeerHandler(Protocol):
+    """What another daemon asks; see ``protos/tenplexfs/v1/peer.proto``."""
+
+    async def hello(self, request: peer_pb2.HelloRequest) -> peer_pb2.HelloReply:
+        """Returns who this is."""
+        ...
+
+    def stage(self, request: peer_pb2.StageRequest) -> AsyncIterator[peer_pb2.StageProgress]:
+        """Yields progress; ends once this node's part of the snapshot is staged."""
+        ...
+
+    async def switch(self, request: peer_pb2.SwitchRequest) -> peer_pb2.SwitchReply:
+        """Returns once fresh opens see the head."""
+        ...
+
+    async def drop(self, request: peer_pb2.DropRequest) -> peer_pb2.DropReply:
+        """Drops a snapshot; one that is not here is no error."""
+        ...
+
+    async def describe(self, request: peer_pb2.DescribeRequest) -> peer_pb2.DescribeReply:
+        """Returns what is here of a snapshot, committed or staged."""
+        ...
+
+    async def lease(self, request: peer_pb2.LeaseRequest) -> peer_pb2.LeaseReply:
+        """Keeps the bytes of a snapshot for ``ttl_s`` from now."""
+        ...
+
+    async def release(self, request: peer_pb2.ReleaseRequest) -> peer_pb2.ReleaseReply:
+        """Ends a lease; one that is over is no error."""
+        ...
+
+
+class RangesHandler(Protocol):
+    """Where the bytes for other nodes are."""
+
+    def open_arrays(self, job: JobName, txid: TxId) -> AbstractContextManager[ArraySource]:
+        """Returns the local arrays of a snapshot, committed or staged, which stay until the context ends.
+
+        Called in worker threads, often several at the same time: nothing here may wait for the trio thread.
+
+        Raises:
+            NotFoundError, StaleError: There is no such snapshot here (any more).
+        """
+        ...
+
+
+class LocalHandler(Protocol):
+    """What the command line on this machine asks; see ``protos/tenplexfs/v1/local.proto``."""
+
+    async def status(self, request: local_pb2.StatusRequest) -> local_pb2.StatusReply:
+        """Returns the state of the daemon."""
+        ...
+
+    async def list_jobs(self, request: local_pb2.ListJobsRequest) -> local_pb2.ListJobsReply:
+        """Returns every job, by name."""
+        ...
+
+    # `import` is a word of Python; the edge maps the method Import to this one.
+    def import_(self, request: local_pb2.ImportRequest) -> AsyncIterator[control_pb2.Progress]:
+        """Yields progress as `ControlHandler.reconfigure`, of state from a file."""
+        ...
+
+    def verify(self, request: local_pb2.VerifyRequest) -> AsyncIterator[local_pb2.VerifyReply]:
+        """Yields progress, with the mismatches as they are found."""
+        ...
+
+    async def stop(self, request: local_pb2.StopRequest) -> local_pb2.StopReply:
+        """Answers, then unmounts and ends the daemon."""
+        ...
