@@ -1,0 +1,1 @@
+"""Bytes to values and back: .npy, safetensors, manifests, layouts. No I/O."""

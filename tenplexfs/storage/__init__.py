@@ -1,0 +1,1 @@
+"""Who holds bytes: the store and other sources of arrays."""
