@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import ml_dtypes
 import numpy as np
@@ -29,7 +29,7 @@ EXTENDED: dict[str, np.dtype[np.generic]] = {
 """Types without an npy code, by name."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def dtype_of(name: str) -> np.dtype[np.generic]:
     """Returns the dtype that ``name`` stands for, in native byte order.
 

@@ -1,0 +1,284 @@
+"""Half-open boxes: one as an object, many as arrays.
+
+`Region` is what people and messages handle. Whatever has many boxes keeps them as one int64 array of shape
+(n, 2, ndim), ``boxes[k, 0]`` the start and ``boxes[k, 1]`` the stop of the k-th, and works on all of them at
+once. A tensor without dims has one element, and one box: (1, 2, 0).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tenplexfs.errors import InvalidError
+
+__all__ = [
+    "Boxes",
+    "Ints",
+    "Region",
+    "box_volumes",
+    "disjoint_atoms",
+    "expand_spans",
+    "find_overlap",
+    "flat_boxes",
+    "join",
+    "runs_to_boxes",
+    "split_runs",
+    "union_volume",
+]
+
+Ints = npt.NDArray[np.int64]
+Boxes = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A half-open box, in elements.
+
+    Attributes:
+        start: First index in each dim.
+        stop: Past the last index in each dim; equal to the start where the box is empty.
+
+    Raises:
+        InvalidError: The bounds differ in length, are negative or reversed.
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.start) != len(self.stop):
+            raise InvalidError(
+                f"region: start {list(self.start)} and stop {list(self.stop)} differ in length"
+            )
+        for dim, (a, b) in enumerate(zip(self.start, self.stop, strict=True)):
+            if not 0 <= a <= b:
+                raise InvalidError(f"region: dim {dim}: need 0 <= start <= stop, got [{a}, {b})")
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.start)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Elements in each dim."""
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def volume(self) -> int:
+        """Elements in all."""
+        return math.prod(self.shape)
+
+    def check_inside(self, shape: Sequence[int], what: str) -> None:
+        """Refuses a region that does not lie in ``shape``.
+
+        Raises:
+            InvalidError: Names ``what``, the dim and the values.
+        """
+        if len(shape) != self.ndim:
+            raise InvalidError(
+                f"{what}: region {self} has {self.ndim} dims, the array {list(shape)} has {len(shape)}"
+            )
+        for dim, (stop, size) in enumerate(zip(self.stop, shape, strict=True)):
+            if stop > size:
+                raise InvalidError(f"{what}: dim {dim}: need stop <= {size}, got [{self.start[dim]}, {stop})")
+
+    def as_slices(self) -> tuple[slice, ...]:
+        """Returns what indexes an array with this region."""
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
+
+
+def box_volumes(boxes: Boxes) -> Ints:
+    """Returns the elements of each box, int64 (n,)."""
+    return np.asarray((boxes[:, 1] - boxes[:, 0]).prod(axis=1), np.int64)
+
+
+def expand_spans(lows: Ints, highs: Ints) -> tuple[Ints, Ints]:
+    """Returns (owner, value) for every value of every half-open span ``[lows[k], highs[k])``, in order."""
+    counts = np.maximum(highs - lows, 0)
+    owner = np.repeat(np.arange(len(lows)), counts)
+    first = np.cumsum(counts) - counts
+    return owner, np.arange(len(owner)) - first[owner] + lows[owner]
+
+
+def join(a: Boxes, b: Boxes) -> tuple[Ints, Ints]:
+    """Returns the index pairs (i, j), sorted, for which ``a[i]`` and ``b[j]`` share at least one element.
+
+    Cost: sorts ``b`` along the dim that tells its boxes best apart, then looks only at boxes that meet in it:
+    linear in the overlaps where the boxes are cut along one dim more than along the others.
+    """
+    ndim = a.shape[2]
+    if not len(a) or not len(b):
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    if ndim == 0:
+        first, second = np.divmod(np.arange(len(a) * len(b)), len(b))
+        return first, second
+    dim = max(range(ndim), key=lambda d: len(np.unique(b[:, 0, d])))
+    order = np.argsort(b[:, 0, dim], kind="stable")
+    starts, reach = b[order, 0, dim], np.maximum.accumulate(b[order, 1, dim])
+    lows = np.searchsorted(reach, a[:, 0, dim], side="right")
+    highs = np.searchsorted(starts, a[:, 1, dim], side="left")
+    i, place = expand_spans(lows, highs)
+    j = order[place]
+    shared = np.minimum(a[i, 1], b[j, 1]) > np.maximum(a[i, 0], b[j, 0])
+    hit = shared.all(axis=1)
+    i, j = i[hit], j[hit]
+    by = np.lexsort((j, i))
+    return i[by], j[by]
+
+
+def find_overlap(boxes: Boxes) -> tuple[int, int] | None:
+    """Returns the indices of two boxes that share an element, or None when all are disjoint."""
+    i, j = join(boxes, boxes)
+    twice = np.flatnonzero(i < j)
+    return (int(i[twice[0]]), int(j[twice[0]])) if len(twice) else None
+
+
+def disjoint_atoms(boxes: Boxes) -> tuple[Boxes, Ints, Ints]:
+    """Cuts boxes into disjoint ones such that each box is a union of some of them.
+
+    Returns:
+        atoms (m, 2, ndim), in lexicographic order, none empty; and the pairs (box, atom) that say which atoms
+        each box is made of, sorted. Equal boxes share their atoms; disjoint boxes stay whole.
+    """
+    ndim = boxes.shape[2]
+    solid = np.flatnonzero(box_volumes(boxes) > 0)
+    if ndim == 0 or not len(solid):
+        return boxes[solid[:1]], solid, np.zeros(len(solid), np.int64)
+    unique, inverse = np.unique(boxes[solid].reshape(len(solid), 2 * ndim), axis=0, return_inverse=True)
+    unique = unique.reshape(-1, 2, ndim)
+    inverse = inverse.reshape(-1)
+    if find_overlap(unique) is None:
+        return unique, solid, inverse
+    lows, highs = [], []
+    for dim in range(ndim):
+        points = np.unique(unique[:, :, dim])
+        lows.append(np.searchsorted(points, unique[:, 0, dim]))
+        highs.append(np.searchsorted(points, unique[:, 1, dim]))
+    owner = np.arange(len(unique))
+    coordinates: list[Ints] = []
+    for low, high in zip(lows, highs, strict=True):  # the product of the spans of each dim
+        again, value = expand_spans(low[owner], high[owner])
+        owner = owner[again]
+        coordinates = [c[again] for c in coordinates] + [value]
+    cells, atom = np.unique(np.stack(coordinates, axis=1), axis=0, return_inverse=True)
+    atom = atom.reshape(-1)
+    cuts = [np.unique(unique[:, :, dim]) for dim in range(ndim)]
+    atoms = np.stack(
+        [np.stack([cut[cells[:, d] + side] for d, cut in enumerate(cuts)], axis=1) for side in (0, 1)], axis=1
+    )
+    of_unique = np.argsort(owner, kind="stable")
+    bounds = np.searchsorted(owner[of_unique], np.arange(len(unique) + 1))
+    box, place = expand_spans(bounds[inverse], bounds[inverse + 1])
+    members = atom[of_unique][place]
+    by = np.lexsort((members, box))
+    return atoms, solid[box[by]], members[by]
+
+
+def union_volume(boxes: Boxes) -> int:
+    """Returns the number of elements that at least one box holds."""
+    return int(box_volumes(disjoint_atoms(boxes)[0]).sum())
+
+
+def runs_to_boxes(shape: Sequence[int], begins: Ints, ends: Ints) -> tuple[Ints, Boxes]:
+    """Cuts runs of the C-order elements of an array into boxes.
+
+    Args:
+        shape: Of the array that is raveled.
+        begins: First element of each run.
+        ends: Past the last element of each run.
+
+    Returns:
+        (run, box): for each box the run that it is of; sorted by run and by place within the run, so that the
+        boxes of a run, each raveled, follow each other. At most 2 ndim - 1 boxes a run; none for empty ones.
+    """
+    ndim = len(shape)
+    runs = np.flatnonzero(ends > begins)
+    owner, boxes = _runs_to_boxes(tuple(shape), begins[runs], ends[runs], ndim)
+    strides = np.array([math.prod(shape[d + 1 :]) for d in range(ndim)], np.int64)
+    place = (boxes[:, 0] * strides).sum(axis=1)
+    by = np.lexsort((place, owner))
+    return runs[owner[by]], boxes[by]
+
+
+def _runs_to_boxes(shape: tuple[int, ...], begins: Ints, ends: Ints, ndim: int) -> tuple[Ints, Boxes]:
+    count = len(begins)
+    if ndim == 0 or count == 0:
+        return np.arange(count), np.zeros((count, 2, ndim), np.int64)
+    if ndim == 1:
+        return np.arange(count), np.stack([begins, ends], axis=1)[:, :, None]
+    inner = math.prod(shape[1:])
+    row0, begin = np.divmod(begins, inner)
+    row1, end = np.divmod(ends, inner)
+    single = row0 == row1
+    head = ~single & (begin > 0)
+    tail = ~single & (end > 0)
+    parts = [
+        (np.flatnonzero(single), row0[single], begin[single], end[single]),
+        (np.flatnonzero(head), row0[head], begin[head], np.full(int(head.sum()), inner)),
+        (np.flatnonzero(tail), row1[tail], np.zeros(int(tail.sum()), np.int64), end[tail]),
+    ]
+    owner, row, low, high = (np.concatenate(column) for column in zip(*parts, strict=True))
+    sub, sub_boxes = _runs_to_boxes(shape[1:], low, high, ndim - 1)
+    rows = np.stack([row[sub], row[sub] + 1], axis=1)[:, :, None]
+    partial = np.concatenate([rows, sub_boxes], axis=2)
+    first = row0 + head
+    whole = np.flatnonzero(~single & (first < row1))
+    full = np.zeros((len(whole), 2, ndim), np.int64)
+    full[:, 0, 0], full[:, 1, 0], full[:, 1, 1:] = first[whole], row1[whole], shape[1:]
+    return np.concatenate([owner[sub], whole]), np.concatenate([partial, full])
+
+
+def flat_boxes(shape: Sequence[int], begin: int, end: int) -> Boxes:
+    """Returns the boxes, (n, 2, ndim), whose C-order elements, one box after the other, are [begin, end).
+
+    Raises:
+        InvalidError: The run does not lie in an array of ``shape``.
+    """
+    if not 0 <= begin <= end <= math.prod(shape):
+        raise InvalidError(f"run: need 0 <= begin <= end <= {math.prod(shape)}, got [{begin}, {end})")
+    return runs_to_boxes(shape, np.array([begin], np.int64), np.array([end], np.int64))[1]
+
+
+def split_runs(extents: Ints, boxes: Boxes) -> tuple[Ints, Boxes, Ints]:
+    """Cuts boxes so that each part is one run of the raveled region that holds it.
+
+    Args:
+        extents: (n, ndim), the shape of the region that holds each box.
+        boxes: (n, 2, ndim), relative to the start of that region; none empty.
+
+    Returns:
+        (owner, parts, offsets): parts (m, 2, ndim) relative as before, and where in the raveled region each
+        begins. Sorted by owner and offset. A box that is a run already stays whole.
+    """
+    n, _, ndim = boxes.shape
+    if ndim == 0:
+        return np.arange(n), boxes, np.zeros(n, np.int64)
+    sizes = boxes[:, 1] - boxes[:, 0]
+    strides = np.ones((n, ndim), np.int64)
+    for dim in range(ndim - 2, -1, -1):
+        strides[:, dim] = strides[:, dim + 1] * extents[:, dim + 1]
+    # The innermost dim that is not full ends the run: all dims before it are taken one index at a time.
+    full = np.ones(n, bool)
+    last = np.zeros(n, np.int64)
+    for dim in range(ndim - 1, -1, -1):
+        last = np.where(full, dim, last)
+        full &= sizes[:, dim] == extents[:, dim]
+    owner, parts = np.arange(n), boxes
+    for dim in range(ndim - 1):
+        single = dim < last[owner]
+        lows = np.where(single, parts[:, 0, dim], 0)
+        highs = np.where(single, parts[:, 1, dim], 1)
+        again, value = expand_spans(lows, highs)
+        cut = single[again]
+        owner, parts = owner[again], parts[again]
+        parts[cut, 0, dim], parts[cut, 1, dim] = value[cut], value[cut] + 1
+    return owner, parts, np.asarray((parts[:, 0] * strides[owner]).sum(axis=1), np.int64)
