@@ -1,0 +1,1 @@
+"""The mount: thin handlers over the namespace, by pyfuse3."""

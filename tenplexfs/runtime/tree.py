@@ -1,0 +1,352 @@
+"""The tree of one snapshot: names, inode numbers and attributes, computed and never changed.
+
+An inode number is ``slot (24 bits) | section (3) | rank (17) | node (20)``. The slot numbers publications and
+is never reused while the daemon runs, so that no inode is shared by two snapshots: the kernel then switches
+everything below ``<job>`` with that one name. The node is an index into a `PathTree`, and ranks that show the
+same paths share one: memory grows with the distinct sets of paths, not with the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from tenplexfs.core.region import Region
+from tenplexfs.errors import CorruptError, InvalidError, StaleError
+from tenplexfs.formats.npy import file_size
+from tenplexfs.runtime.protocols import FileContent, SnapshotView
+
+if TYPE_CHECKING:
+    from tenplexfs.core.ptc import PTC
+
+__all__ = ["RANK_LIMIT", "SLOT_SHIFT", "Attributes", "BytesContent", "PathTree", "SnapshotTree", "Tree"]
+
+SLOT_SHIFT = 40
+_SECTION_SHIFT = 37
+_RANK_SHIFT = 20
+_NODE_MASK = (1 << _RANK_SHIFT) - 1
+_RANK_MASK = (1 << (_SECTION_SHIFT - _RANK_SHIFT)) - 1
+
+RANK_LIMIT = _RANK_MASK + 1
+
+# Sections: which part of the tree a node is in.
+_TOP, _PTC, _MODEL, _FULL = range(4)
+# Nodes of the section _TOP. `full` and `model/<rank>` are node 0 of their own sections.
+_ROOT, _JOB_JSON, _LAYOUT_JSON, _PTC_DIR, _MODEL_DIR = range(5)
+_DOCUMENTS = {_JOB_JSON: "job.json", _LAYOUT_JSON: "layout.json"}
+
+
+class Attributes(NamedTuple):
+    """What stat answers of an entry.
+
+    Attributes:
+        ino: Inode number.
+        is_dir: A directory, else a regular file.
+        size: Bytes that can be read; 0 for directories.
+        nlink: Links: 1 for a file, 2 + subdirectories for a directory.
+        mtime_ns: When it came to be.
+    """
+
+    ino: int
+    is_dir: bool
+    size: int
+    nlink: int
+    mtime_ns: int
+
+
+class Tree(Protocol):
+    """A part of the mount that owns all inodes of one slot. No method waits or does I/O."""
+
+    def lookup(self, parent: int, name: bytes) -> Attributes | None:
+        """Returns the entry ``name`` of the directory ``parent``, or None."""
+        ...
+
+    def attributes(self, ino: int) -> Attributes:
+        """Returns the attributes of ``ino``, which this tree gave out."""
+        ...
+
+    def entries(self, ino: int, start: int) -> Iterator[tuple[bytes, Attributes, int]]:
+        """Yields the entries of a directory after the position ``start``: name, attributes, own position."""
+        ...
+
+    def xattrs(self, ino: int) -> Mapping[bytes, bytes]:
+        """Returns the extended attributes of ``ino`` by name."""
+        ...
+
+    def open(self, ino: int) -> FileContent:
+        """Opens the file ``ino``."""
+        ...
+
+
+class BytesContent:
+    """An open file whose bytes are at hand."""
+
+    def __init__(self, data: bytes) -> None:
+        self.size = len(data)
+        self._view = memoryview(data)
+
+    def read(self, offset: int, size: int) -> memoryview:
+        """Returns up to ``size`` bytes at ``offset``."""
+        return self._view[offset : offset + size]
+
+    async def read_wait(self, offset: int, size: int) -> memoryview:
+        """Returns the same as `read`."""
+        return self.read(offset, size)
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+class PathTree:
+    """Tensor paths as directories and ``.npy`` files; nodes by breadth, so that children lie side by side.
+
+    Attributes:
+        names: Of each node, UTF-8; node 0 is the root, children are in the order of their names.
+        paths: The tensor path of each file, None for directories.
+        first, count: The children of a node are ``first[n]`` up to ``first[n] + count[n]``.
+        subdirs: How many of them are directories.
+
+    >>> tree = PathTree(["layers/0/w", "layers/0/b", "norm"])
+    >>> tree.names
+    [b'', b'layers', b'norm.npy', b'0', b'b.npy', b'w.npy']
+    >>> tree.child(tree.child(0, b"layers"), b"0")
+    3
+    """
+
+    __slots__ = ("count", "first", "names", "paths", "subdirs")
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.names: list[bytes] = [b""]
+        self.paths: list[str | None] = [None]
+        self.first = array("l", [0])
+        self.count = array("l", [0])
+        self.subdirs = array("l", [0])
+        queue = deque([(0, _nested(paths))])
+        while queue:
+            node, children = queue.popleft()
+            self.first[node] = len(self.names)
+            self.count[node] = len(children)
+            for name, child in sorted((name.encode(), child) for name, child in children.items()):
+                if not isinstance(child, str):
+                    self.subdirs[node] += 1
+                    queue.append((len(self.names), child.children))
+                self.names.append(name)
+                self.paths.append(child if isinstance(child, str) else None)
+                self.first.append(0)
+                self.count.append(0)
+                self.subdirs.append(0)
+        if len(self.names) > _NODE_MASK + 1:
+            raise InvalidError(f"tree: {len(self.names)} entries, need at most {_NODE_MASK + 1} a rank")
+
+    def child(self, node: int, name: bytes) -> int:
+        """Returns the child of ``node`` called ``name``, or 0."""
+        first = self.first[node]
+        end = first + self.count[node]
+        at = bisect_left(self.names, name, first, end)
+        return at if at < end and self.names[at] == name else 0
+
+
+class _Directory:
+    """Children by name while a `PathTree` is built: a tensor path, or a directory."""
+
+    __slots__ = ("children",)
+
+    def __init__(self) -> None:
+        self.children: dict[str, str | _Directory] = {}
+
+
+def _nested(paths: Sequence[str]) -> dict[str, str | _Directory]:
+    root = _Directory()
+    for path in paths:
+        directory = root
+        *parents, last = path.split("/")
+        for part in parents:
+            child = directory.children.setdefault(part, _Directory())
+            if isinstance(child, str):
+                raise InvalidError(f"tensor {path!r}: {part!r} is the file of tensor {child!r} already")
+            directory = child
+        if directory.children.setdefault(last + ".npy", path) is not path:
+            raise InvalidError(f"tensor {path!r}: its file is a directory, or another tensor, already")
+    return root.children
+
+
+class SnapshotTree:
+    """Everything below ``<job>`` for one snapshot. Built in any thread, then read by one.
+
+    Args:
+        slot: Number of the publication, from 1.
+        view: Documents and open files of the snapshot.
+        ptc: What each rank holds; None while the job has no state, and then only ``job.json`` and
+            ``layout.json`` are shown.
+    """
+
+    def __init__(self, slot: int, view: SnapshotView, ptc: PTC | None) -> None:
+        self.slot = slot
+        self.root = slot << SLOT_SHIFT
+        self._view = view
+        self._ptc = ptc
+        self._mtime_ns = view.created_ns
+        self._full_base = self.root | _FULL << _SECTION_SHIFT
+        self._document_bytes: dict[str, int] = {}
+        self._ranks: list[PathTree] = []
+        self._top: list[tuple[bytes, int]] = [
+            (b"job.json", self.root | _JOB_JSON),
+            (b"layout.json", self.root | _LAYOUT_JSON),
+        ]
+        if ptc is None:
+            return
+        if ptc.world_size > RANK_LIMIT:
+            raise InvalidError(f"job {view.job}: {ptc.world_size} ranks, need at most {RANK_LIMIT}")
+        self._top += [
+            (b"ptc", self.root | _PTC_DIR),
+            (b"model", self.root | _MODEL_DIR),
+            (b"full", self._full_base),
+        ]
+        trees: dict[tuple[str, ...], PathTree] = {}
+        by_id: dict[int, PathTree] = {}
+        for rank in range(ptc.world_size):
+            paths = ptc.rank_paths(rank)
+            tree = by_id.get(id(paths))
+            if tree is None:
+                tree = trees.get(paths) or trees.setdefault(paths, PathTree(paths))
+                by_id[id(paths)] = tree
+            self._ranks.append(tree)
+        every = tuple(sorted(ptc.tensors))
+        self._full = trees.get(every) or PathTree(every)
+
+    def lookup(self, parent: int, name: bytes) -> Attributes | None:
+        """Returns the entry ``name`` of the directory ``parent``, or None."""
+        section = parent >> _SECTION_SHIFT & 7
+        if section >= _MODEL:
+            tree = self._paths(parent)
+            node = tree.child(parent & _NODE_MASK, name)
+            return self._path_attributes(tree, parent & ~_NODE_MASK, node) if node else None
+        node = parent & _NODE_MASK
+        if node == _ROOT:
+            return next((self.attributes(ino) for entry, ino in self._top if entry == name), None)
+        is_model = node == _MODEL_DIR
+        if not is_model and not name.endswith(b".json"):
+            return None
+        digits = name if is_model else name[:-5]
+        # Not only isdigit: "07" and int's other spellings are no names of ranks.
+        if not digits.isdigit() or len(digits) > 6 or b"%d" % (rank := int(digits)) != digits:
+            return None
+        if rank >= len(self._ranks):
+            return None
+        return self.attributes(self._rank_ino(_MODEL if is_model else _PTC, rank))
+
+    def attributes(self, ino: int) -> Attributes:
+        """Returns the attributes of ``ino``."""
+        section = ino >> _SECTION_SHIFT & 7
+        if section >= _MODEL:
+            return self._path_attributes(self._paths(ino), ino & ~_NODE_MASK, ino & _NODE_MASK)
+        name = self._document_name(ino)
+        if name is not None:
+            size = self._document_bytes.get(name)
+            if size is None:
+                size = self._document_bytes[name] = len(self._view.document(name))
+            return Attributes(ino, False, size, 1, self._mtime_ns)
+        node = ino & _NODE_MASK
+        subdirs = 0
+        if node == _MODEL_DIR:
+            subdirs = len(self._ranks)
+        elif node == _ROOT and self._ptc is not None:
+            subdirs = 3
+        return Attributes(ino, True, 0, 2 + subdirs, self._mtime_ns)
+
+    def entries(self, ino: int, start: int) -> Iterator[tuple[bytes, Attributes, int]]:
+        """Yields the entries of a directory after the position ``start``: name, attributes, own position."""
+        section = ino >> _SECTION_SHIFT & 7
+        node = ino & _NODE_MASK
+        if section >= _MODEL:
+            tree = self._paths(ino)
+            base = ino & ~_NODE_MASK
+            names = tree.names
+            first = tree.first[node]
+            for child in range(first + start, first + tree.count[node]):
+                yield names[child], self._path_attributes(tree, base, child), child - first + 1
+        elif node == _ROOT:
+            for at in range(start, len(self._top)):
+                yield self._top[at][0], self.attributes(self._top[at][1]), at + 1
+        else:
+            is_model = node == _MODEL_DIR
+            form = b"%d" if is_model else b"%d.json"
+            for rank in range(start, len(self._ranks)):
+                entry = self.attributes(self._rank_ino(_MODEL if is_model else _PTC, rank))
+                yield form % rank, entry, rank + 1
+
+    def xattrs(self, ino: int) -> Mapping[bytes, bytes]:
+        """Returns dtype, global shape and pieces of a tensor's file, by name; of other entries nothing."""
+        section = ino >> _SECTION_SHIFT & 7
+        path = self._paths(ino).paths[ino & _NODE_MASK] if section >= _MODEL else None
+        if path is None or self._ptc is None:
+            return {}
+        tensor = self._ptc.tensors[path]
+        if section == _MODEL:
+            pieces = [
+                (piece.region, piece.at)
+                for piece in self._ptc.shard(ino >> _RANK_SHIFT & _RANK_MASK, path).pieces
+            ]
+        else:
+            origin = (0,) * len(tensor.shape)
+            pieces = [(Region(origin, tensor.shape), origin)]
+        described = [{"start": region.start, "stop": region.stop, "at": at} for region, at in pieces]
+        return {
+            b"user.tenplexfs.dtype": tensor.dtype.encode(),
+            b"user.tenplexfs.global_shape": json.dumps(tensor.shape).encode(),
+            b"user.tenplexfs.pieces": json.dumps(described).encode(),
+        }
+
+    def open(self, ino: int) -> FileContent:
+        """Opens the file ``ino``.
+
+        Raises:
+            CorruptError: What the view opened has not the size that stat gives.
+        """
+        name = self._document_name(ino)
+        if name is not None:
+            content: FileContent = BytesContent(self._view.document(name))
+        else:
+            name = self._paths(ino).paths[ino & _NODE_MASK]
+            if name is None:
+                raise StaleError(f"inode {ino}: a directory, not a file")
+            if ino >> _SECTION_SHIFT & 7 == _MODEL:
+                content = self._view.open_shard(ino >> _RANK_SHIFT & _RANK_MASK, name)
+            else:
+                content = self._view.open_full(name)
+        expected = self.attributes(ino).size
+        if content.size != expected:
+            content.close()
+            raise CorruptError(f"{name} of job {self._view.job}: {content.size} bytes, stat says {expected}")
+        return content
+
+    def _rank_ino(self, section: int, rank: int) -> int:
+        return self.root | section << _SECTION_SHIFT | rank << _RANK_SHIFT
+
+    def _paths(self, ino: int) -> PathTree:
+        if ino >> _SECTION_SHIFT & 7 == _MODEL:
+            return self._ranks[ino >> _RANK_SHIFT & _RANK_MASK]
+        return self._full
+
+    def _document_name(self, ino: int) -> str | None:
+        section = ino >> _SECTION_SHIFT & 7
+        if section == _PTC:
+            return f"ptc/{ino >> _RANK_SHIFT & _RANK_MASK}.json"
+        return _DOCUMENTS.get(ino & _NODE_MASK) if section == _TOP else None
+
+    def _path_attributes(self, tree: PathTree, base: int, node: int) -> Attributes:
+        path = tree.paths[node]
+        if path is None:
+            return Attributes(base | node, True, 0, 2 + tree.subdirs[node], self._mtime_ns)
+        ptc = self._ptc
+        assert ptc is not None  # a node of a path exists only with a PTC
+        tensor = ptc.tensors[path]
+        if base == self._full_base:
+            shape = tensor.shape
+        else:
+            shape = ptc.shard(base >> _RANK_SHIFT & _RANK_MASK, path).local_shape
+        return Attributes(base | node, False, file_size(shape, tensor.dtype), 1, self._mtime_ns)
