@@ -1,0 +1,1 @@
+"""The command line: typer and rich. The only place that prints."""

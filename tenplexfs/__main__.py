@@ -1,0 +1,26 @@
+"""The command ``tenplexfs``: ``python -m tenplexfs`` is the same."""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Runs the command line and exits with its status."""
+    try:
+        from tenplexfs.cli.app import run
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "tenplexfs":
+            raise
+        sys.stderr.write(
+            f"tenplexfs: this command needs the daemon's packages ({error.name} is missing):"
+            " pip install 'tenplexfs[daemon]'\n"
+        )
+        raise SystemExit(1) from None
+    raise SystemExit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""``tenplexfs plan`` and ``reconfigure``: what a new layout costs, and going there."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tenplexfs._pb import control_pb2
+from tenplexfs.cli import show
+from tenplexfs.cli.client import job_content, to_axes
+from tenplexfs.cli.layouts import read_file, read_layout
+from tenplexfs.cli.session import Session, command, parse_mesh, parse_nodes
+from tenplexfs.core.build import build_ptc
+from tenplexfs.core.planner import plan as make_plan
+from tenplexfs.errors import TimedOutError, UnavailableError, UsageError, error_from_code
+
+__all__ = ["register", "show_plan"]
+
+MeshOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="tp=4,dp=2", help="Derive the new layout from the old one; other axes keep their size."
+    ),
+]
+NodesOption = Annotated[
+    str | None,
+    typer.Option(metavar="A,B", help="With --mesh: the nodes, with devices or without: node0:4,node1:4."),
+]
+DropOption = Annotated[
+    list[str] | None, typer.Option(metavar="PATTERN", help="Tensors that the new layout may leave out.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands to ``app``."""
+    command(app, "plan")(plan)
+    command(app, "reconfigure")(reconfigure)
+
+
+def plan(
+    session: Session,
+    *,
+    layouts: Annotated[
+        list[Path] | None, typer.Argument(metavar="OLD NEW", help="Layout files; with --job: NEW alone.")
+    ] = None,
+    job: Annotated[
+        str | None, typer.Option(metavar="JOB", help="The old layout is what this job has committed.")
+    ] = None,
+    mesh: MeshOption = None,
+    nodes: NodesOption = None,
+    drop: DropOption = None,
+    operations: Annotated[bool, typer.Option("--operations", help="List every transfer too (JSON).")] = False,
+) -> None:
+    """Show what changing from one layout to another would move. Offline, unless --job is given."""
+    files = layouts or []
+    if len(files) != (job is None) + (mesh is None):
+        want = ("NEW" if mesh is None else "no file") if job else ("OLD and NEW" if mesh is None else "OLD")
+        raise UsageError(f"plan: need {want}{' beside --mesh' if mesh else ''}, got {len(files)} files")
+    if job is None:
+        content = _offline(files, mesh, nodes, drop or [], operations=operations)
+    else:
+        request = control_pb2.PlanRequest(
+            job=job, drop=drop or [], operations=operations, **_target(files, mesh, nodes)
+        )
+        with session.connect() as daemon:
+            content = json.loads(daemon.plan(request))
+    session.emit("plan", content, lambda: show_plan(content))
+
+
+def reconfigure(
+    session: Session,
+    *,
+    job: Annotated[str, typer.Argument(help="The job.")],
+    layout: Annotated[Path | None, typer.Argument(help="The new layout; or --mesh.")] = None,
+    mesh: MeshOption = None,
+    nodes: NodesOption = None,
+    drop: DropOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan, and change nothing.")] = False,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Follow it to the end.")] = True,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", min=0.001, help="How long to wait.")
+    ] = None,
+    generation: Annotated[
+        int, typer.Option(min=0, help="Refuse unless this is the job's generation; 0: any.")
+    ] = 0,
+    request_id: Annotated[
+        str | None, typer.Option(metavar="ID", help="The same id is the same transaction.")
+    ] = None,
+    stop_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="How long the job may take to stop.")
+    ] = 0,
+) -> None:
+    """Change the parallelism of a job, in place: stage on every node, then switch all trees at once."""
+    if (layout is None) == (mesh is None):
+        raise UsageError("reconfigure: need a layout file or --mesh, one of the two")
+    target = _target([layout] if layout else [], mesh, nodes)
+    with session.connect() as daemon:
+        if dry_run:
+            content = json.loads(daemon.plan(control_pb2.PlanRequest(job=job, drop=drop or [], **target)))
+            session.emit("plan", content, lambda: show_plan(content))
+            return
+        request = control_pb2.ReconfigureRequest(
+            job=job,
+            drop=drop or [],
+            expected_generation=generation,
+            request_id=request_id or uuid.uuid4().hex,
+            stop_timeout_s=stop_timeout,
+            **target,
+        )
+        steps = daemon.reconfigure(request, timeout)
+        try:
+            last = show.progress(steps, job, quiet=session.json) if wait else next(steps, None)
+        except TimedOutError as error:
+            where = f"reconfigure {job}: not done after {timeout} s; the daemon goes on"
+            raise TimedOutError(
+                f"{where} (tenplexfs job show {job})", request_id=request.request_id
+            ) from error
+    check_last(last, f"reconfigure {job}", is_final=wait)
+    assert last is not None
+    content = {
+        "request_id": request.request_id,
+        "phase": last.phase,
+        "job": job_content(last.job) if last.HasField("job") else None,
+        "plan": json.loads(last.plan.json) if last.plan.json else None,
+    }
+    session.emit("reconfigure", content, lambda: _show_done(content, job))
+
+
+def check_last(last: control_pb2.Progress | None, what: str, *, is_final: bool = True) -> None:
+    """Raises what the last message of a transaction says went wrong.
+
+    Raises:
+        UnavailableError: The stream ended early.
+        TenplexError: The transaction failed.
+    """
+    if last is not None and last.phase == "failed":
+        raise error_from_code("FAILED_PRECONDITION", f"{what}: {last.message}")
+    if last is None or (is_final and last.phase != "done"):
+        raise UnavailableError(
+            f"{what}: the daemon stopped answering; look with tenplexfs status, then ask again"
+        )
+
+
+def _target(files: list[Path], mesh: str | None, nodes: str | None) -> dict[str, Any]:
+    """Returns the fields of a request that say where to go."""
+    if nodes is not None and mesh is None:
+        raise UsageError("--nodes goes with --mesh; a layout file names its nodes itself")
+    return {
+        "layout_json": "" if mesh else read_file(files[-1]),
+        "mesh": to_axes(parse_mesh(mesh)) if mesh else [],
+        "nodes": {node: count or 0 for node, count in parse_nodes(nodes).items()} if nodes else {},
+    }
+
+
+def _offline(
+    files: list[Path], mesh: str | None, nodes: str | None, drop: list[str], *, operations: bool
+) -> dict[str, Any]:
+    old = read_layout(files[0])
+    if mesh is None:
+        if nodes is not None:
+            raise UsageError("--nodes goes with --mesh; a layout file names its nodes itself")
+        new = read_layout(files[1])
+    else:
+        from tenplexfs.core.derive import derive_layout
+
+        new = derive_layout(old, parse_mesh(mesh), parse_nodes(nodes) if nodes else None)
+    return dict(make_plan(build_ptc(old), build_ptc(new), drop=drop).summary(operations=operations))
+
+
+def show_plan(content: Mapping[str, Any]) -> None:
+    """Prints a plan for a person."""
+    size, nodes, matrix = content["bytes"], content["nodes"], content["matrix"]
+    rows = [
+        ("needed", "what the nodes must hold"),
+        ("kept", "in a file that stays as it is, or holds it already"),
+        ("local", "on the node, in another rank's file"),
+        ("moved", "over the network"),
+        ("moved_lower_bound", "no plan can move less"),
+        ("padding", "zeros, never moved"),
+    ]
+    bold = [
+        (name.replace("_", " "), show.bytes_text(size[name]), f"{size[name]:,}", what) for name, what in rows
+    ]
+    show.table(["bytes", "", "exact", ""], bold)
+    show.table(
+        ["node", "sends", "receives"],
+        [(node, show.bytes_text(of["sends"]), show.bytes_text(of["receives"])) for node, of in nodes.items()],
+    )
+    if size["moved"]:
+        names = sorted(nodes)
+        show.table(
+            ["from \\ to", *names],
+            [
+                (source, *(show.bytes_text(matrix.get(source, {}).get(target, 0)) for target in names))
+                for source in names
+            ],
+        )
+    count = content["operations"]
+    typer.echo(f"{count['split']} splits, {count['move']} moves, {count['merge']} merges")
+
+
+def _show_done(content: Mapping[str, Any], name: str) -> None:
+    job, plan = content["job"], content["plan"]
+    if job is None:
+        typer.echo(f"{name}: {content['phase']} (request {content['request_id']})")
+        return
+    moved = f"; {show.bytes_text(plan['bytes']['moved'])} moved, no plan can move less" if plan else ""
+    mesh = ",".join(f"{axis}={size}" for axis, size in job["mesh"].items())
+    typer.echo(
+        f"{name}: generation {job['generation']}, {mesh or 'explicit'}, on {', '.join(job['nodes'])}{moved}"
+    )

@@ -1,0 +1,55 @@
+"""What the documents say is so."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import tenplexfs.errors
+from tenplexfs.core.build import build_ptc
+from tenplexfs.core.planner import plan
+from tenplexfs.errors import TenplexError
+from tenplexfs.formats.layout_json import parse_layout
+
+ROOT = Path(__file__).parents[1]
+
+
+def json_blocks(document):
+    return re.findall(r"```json\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/architecture.md"])
+def test_every_layout_of_the_documents_is_valid(document):
+    layouts = [
+        block for block in json_blocks(document) if json.loads(block).get("format") == "tenplexfs-layout"
+    ]
+    assert layouts
+    for layout in layouts:
+        build_ptc(parse_layout(layout))
+
+
+def test_the_worked_example_costs_what_it_says():
+    old, new = (build_ptc(parse_layout(block)) for block in json_blocks("docs/architecture.md"))
+    summary = plan(old, new).summary()
+    wanted = {"needed": 64, "kept": 0, "local": 32, "moved": 32, "moved_lower_bound": 32, "padding": 0}
+    assert summary["bytes"] == wanted
+    assert summary["operations"] == {"split": 2, "move": 2, "merge": 2}
+
+
+def test_the_table_of_errors_is_that_of_the_code():
+    text = (ROOT / "docs/architecture.md").read_text()
+    rows = set(re.findall(r"^\| `(\w+)` \| (\w+) \| (\w+) \| (\d+) \|$", text, re.MULTILINE))
+    kinds = [kind for kind in vars(tenplexfs.errors).values() if isinstance(kind, type)]
+    assert rows == {
+        (kind.__name__, errno.errorcode[kind.errno], kind.code, str(kind.exit_status))
+        for kind in kinds
+        if issubclass(kind, TenplexError) and kind is not TenplexError
+    }
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 200
