@@ -169,8 +169,9 @@ def _nested(paths: Sequence[str]) -> dict[str, str | _Directory]:
             if isinstance(child, str):
                 raise InvalidError(f"tensor {path!r}: {part!r} is the file of tensor {child!r} already")
             directory = child
-        if directory.children.setdefault(last + ".npy", path) is not path:
+        if last + ".npy" in directory.children:
             raise InvalidError(f"tensor {path!r}: its file is a directory, or another tensor, already")
+        directory.children[last + ".npy"] = path
     return root.children
 
 
