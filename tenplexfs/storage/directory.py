@@ -59,8 +59,7 @@ class Directory:
             NoRoomError: There is no room for it; nothing changed.
             PreconditionError: The directory was closed.
         """
-        if self._lock_fd < 0:
-            raise PreconditionError(f"store {self.path}: was closed")
+        self.check_open()
         aside = self.path / _ASIDE
         try:
             _fill(aside, data, sync=not self.in_memory)
@@ -77,6 +76,15 @@ class Directory:
                 os.posix_fallocate(spare.fileno(), 0, len(data))
         except OSError:
             aside.unlink(missing_ok=True)
+
+    def check_open(self) -> None:
+        """Refuses to go on with a directory that may have another owner by now.
+
+        Raises:
+            PreconditionError: It was closed.
+        """
+        if self._lock_fd < 0:
+            raise PreconditionError(f"store {self.path}: was closed")
 
     def sync(self, name: str) -> None:
         """Waits until the file or directory ``name`` is on the disk."""

@@ -102,6 +102,7 @@ class Ingest:
             InvalidError: A key is there already, or no array can be of that shape and type.
         """
         self._check_open()
+        self._directory.check_open()
         self._check_new(key for one in wanted for key in one.keys)
         sizes, places = _lay_out(wanted)
         names = self._files.allocate(sizes)
@@ -133,7 +134,7 @@ class Ingest:
         self._slots.update(dict.fromkeys(several, _Slot(ref, fresh=False)))
 
     def array(self, key: Key) -> npt.NDArray[np.generic]:
-        """Returns the local array under ``key``, to be written."""
+        """Returns the local array under ``key``, to be written until the ingest is sealed, not after."""
         ref = self._writable(key)
         mapped = self._map(ref.file)
         return np.ndarray(ref.shape, dtype_of(ref.dtype), buffer=mapped, offset=ref.offset + ref.header_bytes)
@@ -179,6 +180,7 @@ class Ingest:
             NoRoomError: No room for the manifest. The ingest is as before.
         """
         self._check_open()
+        self._directory.check_open()
         known = sums or {}
         done: dict[int, ArrayRef] = {}
         shards = {id(slot): (key, pieces[key]) for key, slot in self._slots.items() if key in pieces}

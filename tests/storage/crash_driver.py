@@ -67,10 +67,7 @@ def check(root, said):
     """Refuses a store that is neither as before nor as after the operation that was begun last."""
     allowed = [{}]
     for line in said:
-        if line == "end":
-            allowed = allowed[-1:]
-        else:
-            allowed = [allowed[-1], apply(allowed[-1], line)]
+        allowed = allowed[-1:] if line == "end" else [allowed[-1], apply(allowed[-1], line)]
     store = Store.open(root, node="n", limit_bytes=LIMIT)
     found = {stored.id.txid: stored.committed for stored in store.snapshots()}
     assert found in allowed, (found, allowed)
@@ -92,7 +89,7 @@ def check(root, said):
 
 
 def round_of(root, kill_at, wait_s):
-    """Returns what a child said that was killed at an audit event, or after a time; and how many events it had."""
+    """Returns what a child said that was killed at an audit event, or after a time."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -129,15 +126,12 @@ def main():
     event = 0
     while True:
         event += 1 if event < 60 else rng.randint(1, 5)
-        if mode == "audit":
-            said = round_of(root, event, None)
-        else:
-            said = round_of(root, 0, rng.uniform(0, 0.05))
+        said = round_of(root, event, None) if mode == "audit" else round_of(root, 0, rng.uniform(0, 0.05))
         check(root, said)
         kills += "end" not in said
         if (mode == "audit" and "end" in said) or (mode == "timed" and event > 100):
             break
-    print(kills)
+    sys.stdout.write(f"{kills}\n")
 
 
 if __name__ == "__main__":

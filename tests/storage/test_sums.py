@@ -23,7 +23,11 @@ def test_the_sum_is_that_of_the_bytes_in_c_order(data):
 
 @pytest.mark.parametrize(
     ("shape", "start", "stop"),
-    [((3000, 1000), (1, 7), (2999, 993)), ((3, 2, 600_000), (0, 1, 5), (3, 2, 599_999)), ((2, 9), (0, 0), (2, 9))],
+    [
+        ((3000, 1000), (1, 7), (2999, 993)),
+        ((3, 2, 600_000), (0, 1, 5), (3, 2, 599_999)),
+        ((2, 9), (0, 0), (2, 9)),
+    ],
 )
 def test_boxes_of_many_blocks(shape, start, stop):
     array = np.random.default_rng(0).random(shape, "f4")
