@@ -178,7 +178,7 @@ class PTC:
         cell = self.cell(rank, placement)
         if cell < 0:
             raise NotFoundError(f"tensor {path!r} is not on rank {rank}")
-        return self._shard_of(placement.cells, cell)
+        return self.shard_of(placement.cells, cell)
 
     def cell(self, rank: int, placement: Placement) -> int:
         """Returns the cell of ``placement`` on ``rank``, or -1 when it is not there."""
@@ -200,7 +200,7 @@ class PTC:
                 cell = int(table.of_rank[rank])
                 signature = table.signatures[cell]
                 if signature not in found:
-                    found[signature] = (self._shard_of(placement.cells, cell), [])
+                    found[signature] = (self.shard_of(placement.cells, cell), [])
                 found[signature][1].append((rank, placement.path))
         return tuple(Holder(shard, tuple(keys)) for shard, keys in found.values())
 
@@ -219,7 +219,8 @@ class PTC:
         if not 0 <= rank < self.world_size:
             raise NotFoundError(f"no rank {rank}: the job has ranks 0 to {self.world_size - 1}")
 
-    def _shard_of(self, table: int, cell: int) -> Shard:
+    def shard_of(self, table: int, cell: int) -> Shard:
+        """Returns cell ``cell`` of table ``table`` as an object; the same one at each call."""
         cells = self.tables[table]
         known = self._shards.get((table, cell))
         if known is None:

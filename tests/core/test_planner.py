@@ -1,0 +1,165 @@
+"""Plans are carried out on index arrays and held against the oracle, which knows nothing of plans."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from tenplexfs.core.build import build_ptc
+from tenplexfs.core.node_part import node_part
+from tenplexfs.core.planner import plan
+from tenplexfs.errors import InvalidError
+from tenplexfs.formats.layout_json import parse_layout
+
+from .layouts import held, text, transitions
+
+
+def put(target, target_boxes, source, source_boxes):
+    for t, s in zip(target_boxes.tolist(), source_boxes.tolist(), strict=True):
+        into = tuple(slice(a, b) for a, b in zip(*t, strict=True))
+        value = source[tuple(slice(a, b) for a, b in zip(*s, strict=True))]
+        target[into] = value.reshape(target[into].shape)
+
+
+def carry_out(document, made, old):
+    """Returns the new arrays, rank by rank, and the bytes that crossed to each node; checks each row."""
+    new_arrays, wire_bytes = {}, {}
+    for node in made.nodes:
+        part = node_part(made, node)
+        arrays = [np.full(t.shard.local_shape, -1) for t in part.targets]
+        crossed = {}
+        for array, target in zip(arrays, part.targets, strict=True):
+            written = np.zeros(array.shape, int)
+            item = made.new.tensors[target.path].itemsize
+            for moves in target.moves:
+                rank, path = moves.source
+                source = old[rank][path]
+                assert made.old.node_of(rank) == moves.node
+                assert (moves.way in ("kept", "local")) == (moves.node == node)
+                put(array, moves.target_boxes, source, moves.source_boxes)
+                for box in moves.target_boxes.tolist():
+                    written[tuple(slice(a, b) for a, b in zip(*box, strict=True))] += 1
+                if moves.way == "wire":
+                    ids = [
+                        source[tuple(slice(a, b) for a, b in zip(*box, strict=True))].ravel().tolist()
+                        for box in moves.source_boxes.tolist()
+                    ]
+                    for element in sum(ids, []):
+                        assert (target.path, element) not in crossed, "sent twice"
+                        crossed[target.path, element] = item
+            assert ((written == 1) | (array == -1)).all()
+            if target.kept_from is not None:
+                rank, path = target.kept_from
+                assert made.old.node_of(rank) == node
+                assert np.array_equal(old[rank][path], array)
+        for array, target in zip(arrays, part.targets, strict=True):
+            again = array.copy()
+            for copies in target.copies:
+                put(again, copies.target_boxes, arrays[copies.target], copies.source_boxes)
+            assert np.array_equal(again, array)
+            for rank, path in target.keys:
+                new_arrays.setdefault(rank, {})[path] = array
+        wire_bytes[node] = sum(crossed.values())
+    return new_arrays, wire_bytes
+
+
+def lower_bound(made, old, new):
+    """Computes what each node needs and does not have, as sets of elements."""
+    total = {}
+    for node in made.nodes:
+        need, have = {}, {}
+        for ranks, arrays, into in ((made.new.nodes, new, need), (made.old.nodes, old, have)):
+            for rank in ranks.get(node, ()):
+                for path, array in arrays[rank].items():
+                    into.setdefault(path, set()).update(array[array >= 0].ravel().tolist())
+        total[node] = sum(
+            len(elements - have.get(path, set())) * made.new.tensors[path].itemsize
+            for path, elements in need.items()
+        )
+    return total
+
+
+@settings(max_examples=150)
+@given(transitions())
+def test_a_plan_gives_every_rank_its_bytes_and_moves_the_least(documents):
+    old, new = (build_ptc(parse_layout(text(d))) for d in documents)
+    old_held, new_held = (
+        [held(d, rank) for rank in ptc.ranks()] for d, ptc in zip(documents, (old, new), strict=True)
+    )
+    for ptc, expected in ((old, old_held), (new, new_held)):
+        for rank in ptc.ranks():
+            assert list(ptc.rank_paths(rank)) == sorted(expected[rank])
+    made = plan(old, new)
+    arrays, wire_bytes = carry_out(documents[1], made, old_held)
+    for rank in new.ranks():
+        assert sorted(arrays.get(rank, {})) == sorted(new_held[rank])
+        for path, expected in new_held[rank].items():
+            assert np.array_equal(arrays[rank][path], expected), (rank, path)
+    bound = lower_bound(made, old_held, new_held)
+    summary = made.summary()
+    assert wire_bytes == bound
+    assert {node: n["receives"] for node, n in summary["nodes"].items()} == bound
+    numbers = summary["bytes"]
+    assert numbers["moved"] == numbers["moved_lower_bound"] == sum(bound.values())
+    assert numbers["needed"] == numbers["kept"] + numbers["local"] + numbers["moved"]
+    assert sum(n["sends"] for n in summary["nodes"].values()) == numbers["moved"]
+
+
+@given(transitions(count=1))
+def test_a_plan_to_itself_keeps_everything(documents):
+    ptc = build_ptc(parse_layout(text(documents[0])))
+    numbers = plan(ptc, ptc).totals
+    assert numbers["moved"] == numbers["local"] == 0
+    assert numbers["kept"] == numbers["needed"]
+
+
+@given(transitions())
+def test_the_order_of_the_json_does_not_change_the_plan(documents):
+    shuffled = [
+        {**d, "tensors": dict(reversed(d["tensors"].items())), "nodes": dict(reversed(d["nodes"].items()))}
+        for d in documents
+    ]
+    first, second = (
+        plan(*(build_ptc(parse_layout(text(d))) for d in pair)) for pair in (documents, shuffled)
+    )
+    assert first.summary() == second.summary()
+
+
+def layout(tensors, mesh=None, nodes=None):
+    document = {"format": "tenplexfs-layout", "version": 1, "mesh": mesh or {"tp": 2}, "tensors": tensors}
+    return build_ptc(parse_layout(json.dumps({**document, "nodes": nodes} if nodes else document)))
+
+
+W = {"shape": [4], "dtype": "float32", "shard": [{"axis": "tp", "dim": 0}]}
+
+
+def test_everything_that_does_not_fit_is_named_at_once():
+    old = layout({"w": W, "v": W, "gone": W, "half": W})
+    new = layout({"w": {**W, "dtype": "float16"}, "v": {**W, "shape": [8]}, "fresh": W, "half": W})
+    with pytest.raises(InvalidError) as caught:
+        plan(old, new)
+    for words in ("w: is float32 [4]", "v: is", "fresh: not in the old", "gone: the new layout lacks it"):
+        assert words in caught.value.message
+    assert "half" not in caught.value.message
+    kept = layout({"half": W})
+    assert plan(old, kept, drop=["w", "v", "go*"]).totals["moved"] == 0
+
+
+def test_tied_tensors_are_counted_once_and_found_under_either_name():
+    tied = {
+        "embedding": {**W, "on": {"pp": 0}},
+        "head": {"alias": "embedding", "on": {"pp": -1}},
+    }
+    old = layout(tied, {"pp": 2, "tp": 2}, {"a": [0, 1], "b": [2, 3]})
+    apart = layout({"head": W}, {"tp": 2}, {"b": [0, 1]})
+    assert plan(old, apart, drop=["embedding"]).totals == {
+        "needed": 16, "kept": 16, "local": 0, "moved": 0, "moved_lower_bound": 0, "padding": 0,
+    }  # fmt: skip
+
+
+def test_tying_what_was_held_apart_is_refused():
+    apart = layout({"embedding": W, "head": W})
+    tied = layout({"embedding": W, "head": {"alias": "embedding"}})
+    with pytest.raises(InvalidError, match="which the old layout holds apart"):
+        plan(apart, tied)
