@@ -60,7 +60,8 @@ class StoredSnapshot:
         committed: False while it is staged.
         layout_json: The layout as it was given.
         created_ns: When it was made, since 1970.
-        arrays: (rank, canonical tensor path) -> where the array lies; several may share one.
+        arrays: (rank, tensor path as shown) -> where the array lies; several may share one.
+        settings_json: The settings of the job, or nothing.
     """
 
     job: JobName
@@ -69,6 +70,7 @@ class StoredSnapshot:
     layout_json: bytes
     created_ns: int
     arrays: Mapping[tuple[int, str], ArrayRef]
+    settings_json: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,7 @@ class _Snapshot(msgspec.Struct):
     files: list[str]
     dtypes: list[str]
     arrays: list[_Ref]
+    settings_json: bytes
 
 
 class _Manifest(msgspec.Struct):
@@ -176,6 +179,7 @@ def encode_snapshot(stored: StoredSnapshot) -> bytes:
             list(files),
             list(dtypes),
             list(refs.values()),
+            stored.settings_json,
         )
     )
 
@@ -206,7 +210,13 @@ def decode_snapshot(data: bytes, *, committed: bool) -> StoredSnapshot:
     except (IndexError, InvalidError) as error:
         raise CorruptError(f"manifest: job {packed.job}, txid {packed.txid}: {error}") from error
     return StoredSnapshot(
-        JobName(packed.job), snapshot, committed, packed.layout_json, packed.created_ns, arrays
+        JobName(packed.job),
+        snapshot,
+        committed,
+        packed.layout_json,
+        packed.created_ns,
+        arrays,
+        packed.settings_json,
     )
 
 

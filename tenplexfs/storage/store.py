@@ -113,7 +113,15 @@ class Store:
             entries = list(self._entries.values())
         return tuple(entry.stored for entry in entries if job in (None, entry.stored.job))
 
-    def ingest(self, job: JobName, snapshot: SnapshotId, layout_json: bytes, created_ns: int) -> Ingest:
+    def ingest(
+        self,
+        job: JobName,
+        snapshot: SnapshotId,
+        layout_json: bytes,
+        created_ns: int,
+        *,
+        settings_json: bytes = b"",
+    ) -> Ingest:
         """Returns an empty snapshot to be filled and sealed.
 
         Raises:
@@ -121,7 +129,7 @@ class Store:
         """
         with self._lock:
             self._check_new(job, snapshot)
-        stored = StoredSnapshot(job, snapshot, False, layout_json, created_ns, {})
+        stored = StoredSnapshot(job, snapshot, False, layout_json, created_ns, {}, settings_json)
         return Ingest(stored, directory=self._directory, files=self._files, publish=self._publish)
 
     def commit(self, job: str, txid: str) -> None:
