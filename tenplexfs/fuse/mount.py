@@ -109,6 +109,7 @@ class Mount:
             raise
         finally:
             pyfuse3.close(unmount=self._is_mounted())
+            self._namespace.release_all()
 
     async def _claim(self) -> str:
         with trio.move_on_after(_INIT_TIMEOUT_S):

@@ -20,6 +20,7 @@ __all__ = ["FSNAME", "FSTYPE", "Mounted", "claim", "find_mount", "lazy_unmount",
 FSNAME = "tenplexfs"
 FSTYPE = f"fuse.{FSNAME}"
 _MOUNTINFO = Path("/proc/self/mountinfo")
+_DEVICE = Path("/dev/fuse")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +73,12 @@ def claim(path: Path) -> str:
         ExistsError: Another daemon serves it, somebody else's dead mount is there, or it is not empty.
         InvalidError: It is no directory.
     """
-    if not Path("/dev/fuse").exists():
-        raise PreconditionError("/dev/fuse is missing: load the module fuse, or serve with --no-mount")
+    if not _DEVICE.exists():
+        raise PreconditionError(f"{_DEVICE} is missing: load the module fuse, or serve with --no-mount")
+    if not os.access(_DEVICE, os.R_OK | os.W_OK):
+        raise PreconditionError(
+            f"{_DEVICE}: this user may not open it; give it mode 0666, or serve with --no-mount"
+        )
     # Not Path.resolve(): it raises where the last component is a dead mount.
     real = os.path.realpath(path)
     while (mount := find_mount(real)) is not None and _is_dead(real):

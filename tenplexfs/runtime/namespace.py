@@ -186,7 +186,7 @@ class Namespace:
         return self._install(job, SnapshotTree(next(self._slots), view, ptc))
 
     async def publish_and_invalidate(self, job: JobName, view: SnapshotView, ptc: PTC | None) -> int:
-        """Publishes, and returns the slot once every fresh open sees the snapshot.
+        """Publishes, and returns the slot once every fresh open sees the snapshot. One at a time for a job.
 
         Cost: The tree is built in a worker thread; the switch itself is one assignment and one notification.
         """
@@ -302,6 +302,12 @@ class Namespace:
     def releasedir(self, ino: int) -> None:
         """Counts an open directory less."""
         _decrement(self._open_directories, ino >> SLOT_SHIFT)
+
+    def release_all(self) -> None:
+        """Closes what is open; for when the kernel will not do it any more."""
+        for fh in list(self._files):
+            self.release(fh)
+        self._open_directories.clear()
 
     def _tree(self, ino: int) -> Tree:
         tree = self._trees.get(ino >> SLOT_SHIFT)

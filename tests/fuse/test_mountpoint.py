@@ -8,6 +8,13 @@ from tenplexfs.errors import ExistsError, InvalidError, PreconditionError
 from tenplexfs.fuse import mountpoint
 from tenplexfs.fuse.mountpoint import Mounted, claim, find_mount, parse_mountinfo
 
+
+@pytest.fixture(autouse=True)
+def device(tmp_path_factory, monkeypatch):
+    """These tests need no FUSE: any file stands for the device."""
+    monkeypatch.setattr(mountpoint, "_DEVICE", tmp_path_factory.mktemp("dev"))
+
+
 LINES = """\
 22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 40 22 0:50 / /mnt/x ro,nosuid shared:4 master:1 - fuse.tenplexfs tenplexfs ro,user_id=0
@@ -49,6 +56,19 @@ def test_what_cannot_be_mounted_on(tmp_path):
         claim(tmp_path / "full" / "data" / "below")
     with pytest.raises(PreconditionError, match=os.strerror(errno.ENAMETOOLONG)):
         claim(tmp_path / ("x" * 300))
+
+
+def test_without_fuse(tmp_path, monkeypatch):
+    monkeypatch.setattr(mountpoint, "_DEVICE", tmp_path / "fuse")
+    with pytest.raises(
+        PreconditionError, match="fuse is missing: load the module fuse, or serve with --no-mount"
+    ):
+        claim(tmp_path / "mnt")
+    (tmp_path / "fuse").touch(0o600)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(PreconditionError, match="this user may not open it"):
+        claim(tmp_path / "mnt")
+    assert not (tmp_path / "mnt").exists()
 
 
 def test_somebody_elses_dead_mount_is_left_alone(tmp_path, monkeypatch):

@@ -6,12 +6,15 @@ import os
 import signal
 import subprocess
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
+import trio
 
+from tenplexfs.fuse.mount import Mount
 from tenplexfs.fuse.mountpoint import find_mount
+from tenplexfs.runtime.namespace import Control, Namespace, StoreNumbers
 
 
 def test_it_leaves_at_sigterm_also_with_open_files(start):
@@ -38,7 +41,7 @@ def test_it_leaves_while_a_read_waits(start):
     daemon("publish", remote=3)
     with subprocess.Popen(["cat", daemon.path / "gpt/model/3/head.npy"], stderr=subprocess.PIPE) as reader:
         while daemon("waiting") == 0:
-            pass
+            assert reader.poll() is None
         assert daemon.stop() == 0
         assert b"not connected" in reader.communicate(timeout=20)[1]
     assert find_mount(str(daemon.path)) is None
@@ -88,3 +91,25 @@ def test_the_kernel_reads_ahead_in_big_steps(daemon):
     if os.geteuid() == 0:
         assert Path(f"/sys/class/bdi/{mount.device}/read_ahead_kb").read_text() == "4096\n"
         assert "max_background stays" not in daemon.log.read_text()
+
+
+def test_errors_and_cancellation_pass_through_and_leave_nothing(tmp_path):
+    namespace = Namespace(Control({}, list, {}), lambda: StoreNumbers(1, 0), clock_ns=lambda: 0)
+
+    async def fail() -> None:
+        async with Mount(namespace, tmp_path):
+            assert find_mount(str(tmp_path)) is not None
+            assert namespace.notify is not None
+            raise KeyError
+
+    async def cancelled() -> None:
+        with trio.CancelScope() as scope:
+            async with Mount(namespace, tmp_path):
+                scope.cancel()
+                await trio.sleep_forever()
+
+    for body in (fail, cancelled, fail):
+        with pytest.raises(KeyError) if body is fail else nullcontext():
+            trio.run(body)
+        assert find_mount(str(tmp_path)) is None
+        assert namespace.notify is None

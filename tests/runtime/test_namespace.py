@@ -110,6 +110,15 @@ def test_open_files_keep_bytes_and_attributes():
     assert namespace.open_handles(slot) == Handles(0, 0)
 
 
+def test_all_handles_are_given_back_when_the_mount_is_gone():
+    namespace = make()
+    slot = namespace.publish(JOB, view(1), small_ptc())
+    namespace.open(ino_of(namespace, "gpt/full/scale.npy"))
+    namespace.opendir(ino_of(namespace, "gpt"))
+    namespace.release_all()
+    assert namespace.open_handles(slot) == Handles(0, 0)
+
+
 def test_control_files_are_made_at_open():
     jobs = [JobName("b"), JobName("a")]
     namespace = make(jobs)
