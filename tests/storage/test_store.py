@@ -137,6 +137,7 @@ def test_sharing_is_the_same_file(store):
             ingest.array((4, "b"))
         b = ingest.seal({})
     assert b.arrays[(5, "big")] == a.arrays[(0, "big")] and store.used_bytes == used
+    store = reopened(store)
     store.drop("j", "a")
     assert store.used_bytes == used
     store = reopened(store)
