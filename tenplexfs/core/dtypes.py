@@ -42,13 +42,19 @@ def dtype_of(name: str) -> np.dtype[np.generic]:
         dtype = np.dtype(name)
     except (TypeError, ValueError) as error:
         raise InvalidError(f"dtype {name!r}: unknown") from error
-    if dtype.hasobject or dtype.itemsize == 0 or dtype.kind == "V":
-        raise InvalidError(f"dtype {name!r}: elements need a fixed size and no objects")
+    if dtype.hasobject or dtype.itemsize == 0 or dtype.kind == "V" or not dtype.isnative:
+        raise InvalidError(f"dtype {name!r}: elements need a fixed size, native byte order and no objects")
     return dtype
 
 
 def dtype_name(dtype: np.dtype[np.generic]) -> str:
-    """Returns the name of ``dtype``, such that ``dtype_of`` gives it back."""
+    """Returns the name of ``dtype``, such that ``dtype_of`` gives it back.
+
+    Raises:
+        InvalidError: It has another byte order than the machine.
+    """
+    if not dtype.isnative:
+        raise InvalidError(f"dtype {dtype.str!r}: need native byte order")
     return dtype.name if dtype.name in EXTENDED or dtype.kind in "biufc" else dtype.str
 
 

@@ -132,13 +132,13 @@ def make_side(ptc: PTC, key: Key, node_numbers: Mapping[str, int]) -> Side:
     boxes, places, indices, triples = [], [], [], []
     for number, (table_number, mask_number) in enumerate(key):
         table = ptc.tables[table_number]
-        ranks = np.flatnonzero(ptc.masks[mask_number] & (table.of_rank >= 0))
-        cells = table.of_rank[ranks]
+        there = np.flatnonzero(ptc.masks[mask_number] & (table.of_rank >= 0))
+        cells = table.of_rank[there]
         index = np.flatnonzero(np.isin(table.piece_cell, cells))
         boxes.append(table.pieces[index])
         places.append(np.full(len(index), number))
         indices.append(index)
-        unique = np.unique(node_of[ranks] * _WIDE + cells)
+        unique = np.unique(node_of[there] * _WIDE + cells)
         triples.append(np.stack([unique // _WIDE, np.full(len(unique), number), unique % _WIDE]))
     atoms, piece, atom = disjoint_atoms(np.concatenate(boxes))
     columns = np.concatenate(triples, axis=1)

@@ -1,5 +1,6 @@
 """Plans are carried out on index arrays and held against the oracle, which knows nothing of plans."""
 
+import itertools
 import json
 
 import numpy as np
@@ -45,7 +46,7 @@ def carry_out(document, made, old):
                         source[tuple(slice(a, b) for a, b in zip(*box, strict=True))].ravel().tolist()
                         for box in moves.source_boxes.tolist()
                     ]
-                    for element in sum(ids, []):
+                    for element in itertools.chain(*ids):
                         assert (target.path, element) not in crossed, "sent twice"
                         crossed[target.path, element] = item
             assert ((written == 1) | (array == -1)).all()

@@ -1,0 +1,101 @@
+"""The decisions of a switch, without I/O: the next snapshot, what a lost reply meant, what a node keeps.
+
+The head in the registry is the one truth. A coordinator moves it by compare-and-set; a node compares what it
+stores with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from tenplexfs.core.snapshot import Head, SnapshotId, TxId
+from tenplexfs.errors import ConflictError
+
+__all__ = [
+    "Outcome",
+    "Settlement",
+    "after_lost_reply",
+    "check_expected",
+    "is_older",
+    "next_snapshot",
+    "settle",
+]
+
+
+class Outcome(Enum):
+    """What became of a compare-and-set whose reply was lost."""
+
+    COMMITTED = "committed"
+    NOT_MOVED = "not moved"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """What a node does about a job after it learned the head.
+
+    Attributes:
+        show: The stored snapshot that is the head, or None when this node stores none of it.
+        commit: Whether ``show`` is only staged, so that the manifest has to say it is committed.
+        drop: Stored snapshots that no head names any more.
+    """
+
+    show: TxId | None
+    commit: bool
+    drop: tuple[TxId, ...]
+
+
+def next_snapshot(head: Head | None, txid: TxId, *, step: int | None) -> SnapshotId:
+    """Returns the snapshot that a switch other than a save makes of ``head``.
+
+    The generation rises, except where there was no state to replace: the first state is of generation 1.
+    """
+    if head is None:
+        return SnapshotId(1, step, txid)
+    first_state = head.snapshot.step is None and step is not None
+    generation = head.snapshot.generation + (not first_state)
+    return SnapshotId(generation, step, txid)
+
+
+def check_expected(head: Head, expected_generation: int | None) -> None:
+    """Refuses a request that was made for another generation; None is any.
+
+    Raises:
+        ConflictError: Both generations are in the message.
+    """
+    generation = head.snapshot.generation
+    if expected_generation is not None and generation != expected_generation:
+        raise ConflictError(
+            f"generation: expected {expected_generation}, the job is at {generation}; plan again",
+            expected=expected_generation,
+            generation=generation,
+        )
+
+
+def after_lost_reply(expected: Head | None, wanted: Head | None, current: Head | None) -> Outcome:
+    """Returns what became of moving the head from ``expected`` to ``wanted``: it reads ``current`` now."""
+    if current == wanted:
+        return Outcome.COMMITTED
+    return Outcome.NOT_MOVED if current == expected else Outcome.LOST
+
+
+def is_older(head: Head, shown: SnapshotId) -> bool:
+    """Returns whether ``head`` is what the job was before ``shown``: news that came late."""
+
+    def order(snapshot: SnapshotId) -> tuple[int, int]:
+        return snapshot.generation, -1 if snapshot.step is None else snapshot.step
+
+    return order(head.snapshot) < order(shown)
+
+
+def settle(head: Head | None, stored: Mapping[TxId, bool]) -> Settlement:
+    """Returns what a node does with its ``stored`` snapshots (txid -> committed) of a job, given its head."""
+    txid = head.snapshot.txid if head is not None else None
+    show = txid if txid in stored else None
+    return Settlement(
+        show=show,
+        commit=show is not None and not stored[show],
+        drop=tuple(sorted(each for each in stored if each != txid)),
+    )
