@@ -1,10 +1,10 @@
 """What the daemon gives to the rpc edge: one handler for each service.
 
-Every method is called on the trio thread of `tenplexfs.rpc.server.RpcServer`, in a cancel scope of its own that
+Every method is called on the trio thread of `tenplexfs.rpc.server.serve`, in a cancel scope of its own that
 ends when the client goes away or its deadline passes: work that outlives the call belongs to a nursery of the
 daemon, and the call only watches it. A `TenplexError` becomes the status of the call, with its message and
-details; anything else is logged with its traceback and becomes INTERNAL. Streams are async generators; they are
-closed in the task that ran them.
+details; anything else is logged with its traceback and becomes INTERNAL. Streams are async generators, closed
+in the task that ran them.
 """
 
 from __future__ import annotations
