@@ -138,6 +138,9 @@ class PTC:
         self.placements: Mapping[str, Placement] = MappingProxyType({p.path: p for p in by_path})
         self._node_of = {rank: node for node, ranks in self.nodes.items() for rank in ranks}
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return PTC, (self.layout, tuple(self.placements.values()), self.tables, self.masks)
+
     @cached_property
     def tensors(self) -> Mapping[str, Tensor]:
         """Every shown path, names of tied tensors included, and its tensor."""
