@@ -94,7 +94,12 @@ def import_state(
         last = show.progress(daemon.import_state(request, timeout), job, quiet=session.json)
     check_last(last, f"import {job}")
     assert last is not None
-    content = {"job": job_content(last.job), "bytes": last.bytes_done, "source": request.path}
+    content = {
+        "job": job_content(last.job),
+        "source": request.path,
+        "bytes": last.bytes_done,
+        "plan": json.loads(last.plan.json) if last.plan.json else None,
+    }
     line = f"{job}: step {step} imported, {show.bytes_text(last.bytes_done)}"
     session.emit("import", content, lambda: typer.echo(line))
 

@@ -12,7 +12,7 @@ from tenplexfs.cli import show
 from tenplexfs.cli.session import Session, command, parse_nodes
 from tenplexfs.core.build import build_ptc
 from tenplexfs.core.families import Qkv, make_layout
-from tenplexfs.core.layout import Layout
+from tenplexfs.core.layout import Layout, place_in_order
 from tenplexfs.errors import InvalidError, NotFoundError, TenplexError, UsageError
 from tenplexfs.formats.layout_json import layout_digest, layout_to_json, parse_layout
 from tenplexfs.storage.safetensors_source import SafetensorsSource
@@ -165,7 +165,7 @@ def check(session: Session, *, layout: Annotated[Path, typer.Argument(help="A la
     """Check that a layout is valid and covers every tensor exactly."""
     parsed = read_layout(layout)
     try:
-        ptc = build_ptc(parsed)
+        ptc = build_ptc(place_in_order(parsed))
     except TenplexError as error:
         raise type(error)(f"{layout}: {error.message}", **error.details) from error
     tensors = {tensor.path: tensor for tensor in ptc.tensors.values()}

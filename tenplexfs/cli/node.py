@@ -52,9 +52,7 @@ def serve(
     remote_reads: Annotated[str | None, _option("remote_reads", "on|off")] = None,
     read_timeout: Annotated[str | None, _option("read_timeout", "SECONDS")] = None,
     retain: Annotated[str | None, _option("retain", "SECONDS")] = None,
-    allow_other: Annotated[
-        bool, typer.Option("--allow-other", help="Let other users read it.")
-    ] = False,
+    allow_other: Annotated[bool, typer.Option("--allow-other", help="Let other users read it.")] = False,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Listen on an address that is not loopback, without TLS.")
     ] = False,

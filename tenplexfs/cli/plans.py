@@ -16,7 +16,10 @@ from tenplexfs.cli.client import job_content, to_axes
 from tenplexfs.cli.layouts import read_file, read_layout
 from tenplexfs.cli.session import Session, command, parse_mesh, parse_nodes
 from tenplexfs.core.build import build_ptc
+from tenplexfs.core.derive import derive_layout
+from tenplexfs.core.layout import place_in_order
 from tenplexfs.core.planner import plan as make_plan
+from tenplexfs.core.transfers import list_transfers
 from tenplexfs.errors import TimedOutError, UnavailableError, UsageError, error_from_code
 
 __all__ = ["register", "show_plan"]
@@ -166,10 +169,9 @@ def _offline(
             raise UsageError("--nodes goes with --mesh; a layout file names its nodes itself")
         new = read_layout(files[1])
     else:
-        from tenplexfs.core.derive import derive_layout
-
         new = derive_layout(old, parse_mesh(mesh), parse_nodes(nodes) if nodes else None)
-    return dict(make_plan(build_ptc(old), build_ptc(new), drop=drop).summary(operations=operations))
+    made = make_plan(build_ptc(place_in_order(old)), build_ptc(place_in_order(new)), drop=drop)
+    return {**made.summary(), **({"transfers": list(list_transfers(made))} if operations else {})}
 
 
 def show_plan(content: Mapping[str, Any]) -> None:

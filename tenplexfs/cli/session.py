@@ -57,7 +57,9 @@ class Session:
             person()
 
 
-def command(app: typer.Typer, name: str, *, hidden: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def command(
+    app: typer.Typer, name: str, *, hidden: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Registers a function whose first parameter is the `Session` as the command ``name``.
 
     The global options may stand before the command and behind it.

@@ -110,7 +110,7 @@ def table(
         view.add_column(name, justify="right" if index >= right else "left", no_wrap=True)
     for row in rows:
         view.add_row(*(Text(str(cell)) for cell in row))
-    Console(soft_wrap=True).print(view)
+    Console(width=10_000).print(view)  # long names are worth a wrapped line, never a cut one
 
 
 @contextmanager

@@ -1,0 +1,105 @@
+"""The command line against a real daemon."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import pytest
+from daemons import cluster
+from safetensors.numpy import save_file
+
+pytestmark = pytest.mark.cluster
+
+needs_fuse = pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="no /dev/fuse")
+W = np.arange(48, dtype=np.float32).reshape(8, 6)
+
+
+@pytest.fixture
+def node():
+    with cluster(("node0",), mount=False) as (node,):
+        yield node
+
+
+@pytest.fixture
+def weights(tmp_path):
+    """A function that writes a safetensors file and returns its path."""
+
+    def write(**tensors):
+        path = tmp_path / f"{'-'.join(tensors)}.safetensors"
+        save_file(tensors, path)
+        return path
+
+    return write
+
+
+def test_the_life_of_a_job(cli, layout, weights, node, monkeypatch):
+    monkeypatch.setenv("TENPLEXFS_SOCKET", str(node.socket))
+    two, four = layout("two.json", 2, "node0"), layout("four.json", 4, "node0")
+
+    assert cli("job", "list", "--json").json["jobs"] == []
+    made = cli("job", "create", "gpt", "--layout", two, "--set", "keep_steps=2", "--json").json
+    assert (made["format"], made["generation"]) == ("tenplexfs-job", 1)
+    assert (made["step"], made["state"]) == (None, "empty")
+    assert made["settings"] == {"keep_steps": 2}
+    assert cli("job", "create", "gpt", "--layout", two, "--set", "keep_steps=2").status == 0
+    assert cli("job", "create", "gpt", "--layout", four).status == 1
+
+    refused = cli("import", "gpt", weights(w=W, x=W), "--json")
+    assert refused.status == 1
+    assert "x" in refused.json["error"]["message"]
+    done = cli("import", "gpt", weights(w=W, x=W), "--ignore", "x", "--step", 7, "--json").json
+    assert (done["job"]["step"], done["job"]["state"]) == (7, "ready")
+
+    dry = cli("reconfigure", "gpt", four, "--dry-run", "--json").json
+    assert dry["format"] == "tenplexfs-plan"
+    assert cli("plan", "--job", "gpt", four, "--json").json["bytes"] == dry["bytes"]
+    assert cli("job", "show", "gpt", "--json").json["mesh"] == {"tp": 2}
+    stale = cli("reconfigure", "gpt", four, "--generation", 9, "--json")
+    assert (stale.status, stale.json["error"]["code"]) == (4, "ABORTED")
+    moved = cli("reconfigure", "gpt", four, "--json").json
+    assert (moved["phase"], moved["job"]["generation"], moved["job"]["mesh"]) == ("done", 2, {"tp": 4})
+    assert moved["plan"]["bytes"] == dry["bytes"]
+    assert cli("reconfigure", "gpt", four, "--json").json["job"]["generation"] == 2
+
+    assert "every checksum right" in cli("verify").out
+    status = cli("status", "--json").json
+    assert (status["format"], status["node"], status["mount"]) == ("tenplexfs-status", "node0", None)
+    assert status["store"]["used_bytes"] >= W.nbytes
+    assert [job["name"] for job in status["jobs"]] == ["gpt"]
+    assert all(word in cli("status").out for word in ("node0", "gpt", "ready", "tp=4"))
+
+    assert cli("job", "remove", "gpt").status == 0
+    gone = cli("job", "show", "gpt", "--json")
+    assert (gone.status, gone.json["error"]["code"]) == (1, "NOT_FOUND")
+
+
+def test_a_mesh_is_enough_for_a_reconfiguration(cli, layout, weights, node):
+    asked = ("--socket", node.socket)
+    cli("job", "create", "gpt", "--layout", layout("two.json", 2, "node0"), *asked)
+    cli("import", "gpt", weights(w=W), *asked)
+    done = cli("reconfigure", "gpt", "--mesh", "tp=4", "--nodes", "node0", *asked, "--json")
+    assert done.status == 0, done.out
+    assert done.json["job"]["mesh"] == {"tp": 4}
+    refused = cli("reconfigure", "gpt", "--mesh", "tp=3", *asked)
+    assert refused.status == 1
+    assert len(refused.err.splitlines()) == 1
+
+
+@needs_fuse
+@pytest.mark.mount
+def test_the_daemon_is_found_from_within_its_mount_and_ends_with_it(cli, layout, monkeypatch):
+    with cluster(("node0",)) as (node,):
+        made = layout("two.json", 2, "node0")
+        monkeypatch.chdir(node.mount)
+        assert cli("job", "create", "gpt", "--layout", made).status == 0
+        monkeypatch.chdir(node.mount / "gpt")
+        assert json.loads((node.mount / "gpt/job.json").read_text())["name"] == "gpt"
+        assert cli("status", "--json").json["node"] == "node0"
+        monkeypatch.chdir("/")
+        ended = cli("unmount", node.mount, "--json")
+        assert ended.status == 0, ended.out
+        assert ended.json["node"] == "node0"
+        assert list(node.mount.iterdir()) == []
+        assert node.process.wait(10) == 0
