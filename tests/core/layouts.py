@@ -85,7 +85,26 @@ def held(document, rank):
                 else:
                     indices = cut_1d(indices, cut["dim"], cut, ways, coordinate)
             out[key.format(**values)] = indices
+    for group in document.get("flat_groups", {}).values():
+        out |= held_of_group(group, document["mesh"], rank, out)
     return out
+
+
+def held_of_group(group, mesh, rank, shards):
+    """Joins the members' raveled shards as (member, index) pairs, cuts the whole, and sorts out who got what."""
+    coordinate, ways = coordinate_of(mesh, group["axis"], rank)
+    members = [path for path in group["members"] if path in shards]
+    joined = []
+    for number, path in enumerate(members):
+        joined += [(-1, -1)] * (-len(joined) % group.get("align", 1))
+        joined += [(number, index) for index in shards[path].ravel().tolist()]
+    joined += [(-1, -1)] * (-len(joined) % math.lcm(group.get("pad_to_multiple", 1), ways))
+    run = len(joined) // ways
+    mine = joined[run * coordinate : run * (coordinate + 1)]
+    return {
+        path: np.array([index for number, index in mine if number == k], int)
+        for k, path in enumerate(members)
+    }
 
 
 @st.composite
@@ -160,11 +179,51 @@ def documents(draw, shapes, node_names=("a", "b", "c")):
         if shard:
             entry["shard"] = shard
         tensors[key] = entry
+    more = draw(extras(mesh, tensors))
     ranks = draw(st.permutations(range(size)))
     used = draw(st.lists(st.sampled_from(node_names), min_size=size, max_size=size))
     nodes = {name: [r for r, n in zip(ranks, used, strict=True) if n == name] for name in node_names}
     nodes = {name: ranks for name, ranks in nodes.items() if ranks}
-    return {"format": "tenplexfs-layout", "version": 1, "mesh": mesh, "nodes": nodes, "tensors": tensors}
+    return {
+        "format": "tenplexfs-layout",
+        "version": 1,
+        "mesh": mesh,
+        "nodes": nodes,
+        "tensors": tensors,
+        **more,
+    }
+
+
+@st.composite
+def extras(draw, mesh, tensors):
+    """Ties a name, moves a tensor to a second mesh, puts some in a flat group; returns what the document gets."""
+    more = {}
+    if draw(st.booleans()):
+        tensors["tied"] = {"alias": "v"}
+        if draw(st.booleans()):
+            tensors["tied"] |= {"on": {draw(st.sampled_from(list(mesh))): -1}}
+    size = math.prod(mesh.values())
+    if draw(st.booleans()):
+        ways = draw(st.sampled_from([d for d in range(1, size + 1) if size % d == 0]))
+        more["meshes"] = {"expert": {"xdp": size // ways, "ep": ways}}
+        entry = tensors["v"]
+        tensors["v"] = {"shape": entry["shape"], "dtype": entry["dtype"], "mesh": "expert"}
+        if entry["shape"]:
+            tensors["v"]["shard"] = [{"axis": "ep", "dim": 0, "rule": "balanced"}]
+        if "tied" in tensors:
+            tensors["tied"].pop("on", None)
+    if draw(st.booleans()):
+        axis = draw(st.sampled_from(list(mesh)))
+        for key in ("w", "layers/{i}/w"):
+            shard = [c for c in tensors[key].get("shard", []) if not c.get("flat") and axis not in c["axis"]]
+            on = {a: where for a, where in tensors[key].get("on", {}).items() if a != axis}
+            tensors[key] = {k: x for k, x in tensors[key].items() if k not in ("shard", "on")}
+            tensors[key] |= {"flat": "bucket", "shard": shard, "on": on}
+        # A member whose stage is gone with its axis exists everywhere then.
+        members = draw(st.permutations(["w", *(f"layers/{i}/w" for i in range(3))]))
+        group = {"members": members, "axis": axis, "align": draw(st.integers(1, 4))}
+        more["flat_groups"] = {"bucket": group | {"pad_to_multiple": draw(st.integers(1, 5))}}
+    return more
 
 
 @st.composite

@@ -73,7 +73,9 @@ def lower_bound(made, old, new):
         for ranks, arrays, into in ((made.new.nodes, new, need), (made.old.nodes, old, have)):
             for rank in ranks.get(node, ()):
                 for path, array in arrays[rank].items():
-                    into.setdefault(path, set()).update(array[array >= 0].ravel().tolist())
+                    into.setdefault("v" if path == "tied" else path, set()).update(
+                        array[array >= 0].ravel().tolist()
+                    )
         total[node] = sum(
             len(elements - have.get(path, set())) * made.new.tensors[path].itemsize
             for path, elements in need.items()
