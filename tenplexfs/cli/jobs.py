@@ -143,7 +143,7 @@ def show_jobs(jobs: list[control_pb2.Job]) -> None:
         nodes = " ".join(f"{node}:{','.join(map(str, ranks))}" for node, ranks in job["nodes"].items())
         step = "-" if job["step"] is None else job["step"]
         rows.append((job["name"], job["state"], job["generation"], step, mesh or "explicit", nodes))
-    show.table(["job", "state", "generation", "step", "mesh", "nodes"], rows, right=9)
+    show.table(["job", "state", "generation", "step", "mesh", "nodes"], rows, numbers=(2, 3))
 
 
 def _full(job: control_pb2.Job) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def show_layout(session: Session, *, layout: Annotated[Path, typer.Argument(help
         [(node, _ranks(ranks)) for node, ranks in content["nodes"].items()],
     )
     rows = [(path, *_entry_row(entry)) for path, entry in content.get("tensors", {}).items()]
-    show.table(["tensor", "shape", "dtype", "cut", "on"], rows, right=9)
+    show.table(["tensor", "shape", "dtype", "cut", "on"], rows)
 
 
 def _ranks(ranks: int | list[int]) -> str:

@@ -188,11 +188,14 @@ def show_plan(content: Mapping[str, Any]) -> None:
     bold = [
         (name.replace("_", " "), show.bytes_text(size[name]), f"{size[name]:,}", what) for name, what in rows
     ]
-    show.table(["bytes", "", "exact", ""], bold)
+    show.table(["", "", "bytes", ""], bold, numbers=(1, 2))
+    typer.echo()
     show.table(
         ["node", "sends", "receives"],
         [(node, show.bytes_text(of["sends"]), show.bytes_text(of["receives"])) for node, of in nodes.items()],
+        numbers=(1, 2),
     )
+    typer.echo()
     if size["moved"]:
         names = sorted(nodes)
         show.table(
@@ -201,7 +204,9 @@ def show_plan(content: Mapping[str, Any]) -> None:
                 (source, *(show.bytes_text(matrix.get(source, {}).get(target, 0)) for target in names))
                 for source in names
             ],
+            numbers=range(1, len(names) + 1),
         )
+        typer.echo()
     count = content["operations"]
     typer.echo(f"{count['split']} splits, {count['move']} moves, {count['merge']} merges")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -99,18 +99,14 @@ def note(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 
 
-def table(
-    head: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None, right: int = 1
-) -> None:
-    """Prints a table to standard output; columns from ``right`` on are numbers."""
-    view = Table(
-        title=title, title_justify="left", title_style="bold", header_style="bold", pad_edge=False, box=None
-    )
+def table(head: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Collection[int] = ()) -> None:
+    """Prints a table to standard output; the columns ``numbers`` are aligned to the right."""
+    view = Table(header_style="bold", pad_edge=False, box=None)
     for index, name in enumerate(head):
-        view.add_column(name, justify="right" if index >= right else "left", no_wrap=True)
+        view.add_column(name, justify="right" if index in numbers else "left", no_wrap=True)
     for row in rows:
         view.add_row(*(Text(str(cell)) for cell in row))
-    Console(width=10_000).print(view)  # long names are worth a wrapped line, never a cut one
+    Console(width=10_000).print(view)  # a long name is worth a wrapped line, and is never cut
 
 
 @contextmanager
