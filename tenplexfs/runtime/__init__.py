@@ -1,0 +1,1 @@
+"""Executes plans; owns the namespace and the transactions. Async, on trio."""

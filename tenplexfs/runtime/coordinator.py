@@ -1,0 +1,433 @@
+"""The transaction of every switch, run by the daemon that was asked: lock, plan, stage, commit, announce.
+
+The compare-and-set of the head is the commit; there is no other. Whatever fails before it leaves nothing
+behind; a reply that is lost at it is resolved by reading the head; whatever fails after it catches up by the
+registry's watch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import trio
+
+from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
+from tenplexfs.core.transaction import Outcome, after_lost_reply, check_expected, next_snapshot
+from tenplexfs.errors import (
+    ConflictError,
+    ExistsError,
+    InvalidError,
+    NotFoundError,
+    TenplexError,
+    UnavailableError,
+)
+from tenplexfs.runtime.compute import Compute
+from tenplexfs.runtime.orders import Description, NodeCalls, Progress, Report, StageOrder
+from tenplexfs.runtime.planning import Resolved, Target, plan_summary, resolve
+from tenplexfs.runtime.protocols import Lock, Registry
+from tenplexfs.runtime.tasks import run_all
+
+__all__ = ["Change", "Coordinator", "State"]
+
+log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+_LOCK_TTL_S = 15.0
+_RETRY_S = 1.0
+_DROP_S = 10.0
+
+
+@dataclass(frozen=True)
+class Change:
+    """What somebody asks for.
+
+    Attributes:
+        target: The layout that is wanted.
+        drop: Patterns of tensors that the new layout may lack.
+        expected_generation: Of the job when it was asked; None is any.
+        request_id: The same one is the same transaction; empty for none.
+    """
+
+    job: JobName
+    target: Target
+    drop: tuple[str, ...] = ()
+    expected_generation: int | None = None
+    request_id: str = ""
+
+
+@dataclass(frozen=True)
+class State:
+    """State from outside that replaces what a job has: a snapshot of one rank, on this node.
+
+    Attributes:
+        txid: By which this node serves it as a base.
+        layout_json: Its layout.
+    """
+
+    txid: TxId
+    layout_json: bytes
+    step: int
+
+
+@dataclass(frozen=True)
+class _Base:
+    """Where the bytes of a new snapshot come from."""
+
+    txid: TxId
+    layout_json: bytes
+
+
+class Coordinator:
+    """Switches jobs. One for each daemon; any daemon can be asked.
+
+    Args:
+        node: This one.
+        endpoints: The nodes that are known now, this one too, and where they listen.
+        describe: What this node knows of the committed snapshot of a job, if it does.
+        new_txid: Makes a fresh name for a transaction.
+        clock_ns: Wall clock.
+    """
+
+    def __init__(
+        self,
+        *,
+        node: NodeName,
+        registry: Registry,
+        calls: NodeCalls,
+        compute: Compute,
+        endpoints: Callable[[], Mapping[NodeName, str]],
+        new_txid: Callable[[], TxId],
+        clock_ns: Callable[[], int],
+        lock_ttl_s: float = _LOCK_TTL_S,
+    ) -> None:
+        self._node = node
+        self._registry = registry
+        self._calls = calls
+        self._compute = compute
+        self._endpoints = endpoints
+        self._new_txid = new_txid
+        self._clock_ns = clock_ns
+        self._lock_ttl_s = lock_ttl_s
+
+    async def create(self, job: JobName, layout_json: bytes, settings_json: bytes) -> Head:
+        """Makes a job without state; returns its head, also when it is there already with the same layout.
+
+        Raises:
+            InvalidError: The layout is refused.
+            ExistsError: There is a job of this name with another layout.
+        """
+        wanted = await self._compute(resolve, Target(layout_json=layout_json), None, self._node)
+        self._check_known(wanted)
+        txid = self._new_txid()
+
+        async def body(lock: Lock, head: Head | None) -> Head:
+            if head is not None:
+                known = await self.describe(job, head)
+                if head.layout_digest == wanted.digest and known.settings_json == settings_json:
+                    return head
+                raise ExistsError(
+                    f"job {job}: there already, at {head.snapshot}, with another layout or settings"
+                )
+            snapshot = next_snapshot(None, txid, step=None)
+            return await self._switch(
+                lock, None, snapshot, wanted, None, (), settings_json, Progress("staging"), _mute
+            )
+
+        return await self._under_lock(job, txid, body)
+
+    async def reconfigure(self, change: Change, report: Report) -> Head:
+        """Moves a job to another layout; returns the head, at once when the job is so already.
+
+        Raises:
+            NotFoundError, InvalidError, ConflictError, NoRoomError, UnavailableError: Nothing changed.
+        """
+        report(Progress("planning"))
+        job, txid = change.job, self._txid(change.job, change.request_id)
+
+        async def body(lock: Lock, head: Head | None) -> Head:
+            head = _existing(job, head)
+            base = await self.describe(job, head)
+            wanted = await self._compute(resolve, change.target, base.layout_json, self._node)
+            if txid == head.snapshot.txid or wanted.digest == head.layout_digest:
+                return head
+            check_expected(head, change.expected_generation)
+            self._check_known(wanted)
+            snapshot = next_snapshot(head, txid, step=head.snapshot.step)
+            source = None if head.snapshot.step is None else _Base(head.snapshot.txid, base.layout_json)
+            planned = Progress("staging")
+            if source is not None:
+                summary = await self._compute(plan_summary, base.layout_json, wanted.layout_json, change.drop)
+                planned = replace(planned, plan=summary)
+            return await self._switch(
+                lock, head, snapshot, wanted, source, change.drop, base.settings_json, planned, report
+            )
+
+        return await self._under_lock(job, txid, body)
+
+    async def plan(self, change: Change, *, operations: bool) -> dict[str, object]:
+        """Returns what `reconfigure` would move, as ``plan --json`` prints it; changes nothing."""
+        _, heads = await self._registry.heads()
+        head = _existing(change.job, heads.get(change.job))
+        base = await self.describe(change.job, head)
+        wanted = await self._compute(resolve, change.target, base.layout_json, self._node)
+        return await self._compute(
+            plan_summary, base.layout_json, wanted.layout_json, change.drop, operations=operations
+        )
+
+    async def replace_state(
+        self,
+        job: JobName,
+        request_id: str,
+        load: Callable[[Description], Awaitable[State]],
+        report: Report,
+    ) -> Head:
+        """Gives a job the state that ``load`` makes for its layout; returns the head.
+
+        Raises:
+            NotFoundError: No such job.
+            TenplexError: As ``load`` or the nodes refuse it. Nothing changed.
+        """
+        report(Progress("planning"))
+        txid = self._txid(job, request_id)
+
+        async def body(lock: Lock, head: Head | None) -> Head:
+            head = _existing(job, head)
+            if head.snapshot.txid == txid:
+                return head
+            known = await self.describe(job, head)
+            state = await load(known)
+            wanted = await self._compute(resolve, Target(layout_json=known.layout_json), None, self._node)
+            self._check_known(wanted)
+            summary = await self._compute(plan_summary, state.layout_json, wanted.layout_json, ())
+            snapshot = next_snapshot(head, txid, step=state.step)
+            source = _Base(state.txid, state.layout_json)
+            planned = Progress("staging", plan=summary)
+            return await self._switch(
+                lock, head, snapshot, wanted, source, (), known.settings_json, planned, report
+            )
+
+        return await self._under_lock(job, txid, body)
+
+    async def remove(self, job: JobName) -> Head | None:
+        """Removes a job and its bytes, also leftovers of one that is gone; returns what its head was."""
+        txid = self._new_txid()
+
+        async def body(lock: Lock, head: Head | None) -> Head | None:
+            if head is not None:
+                await self._commit(lock, head, None)
+            await self._announce(job, None, (self._node, *(head.nodes if head is not None else ())))
+            return head
+
+        return await self._under_lock(job, txid, body)
+
+    async def describe(self, job: JobName, head: Head) -> Description:
+        """Returns the committed layout of a job, from this node or from one that holds it.
+
+        Raises:
+            UnavailableError: No node that holds the job answers.
+        """
+        failure: TenplexError | None = None
+        for node in sorted(head.nodes, key=lambda each: each != self._node):
+            try:
+                return await self._calls.describe(node, job, head.snapshot.txid)
+            except TenplexError as error:
+                failure = error
+        raise UnavailableError(f"job {job}: none of its nodes {', '.join(head.nodes)} answers: {failure}")
+
+    async def _under_lock(
+        self, job: JobName, txid: TxId, body: Callable[[Lock, Head | None], Awaitable[Answer]]
+    ) -> Answer:
+        """Runs ``body`` with the lock of ``job`` and its head as of then; a lost lock cancels it."""
+        lock = await self._registry.lock(job, f"{self._node}:{txid}", ttl_s=self._lock_ttl_s)
+        failures: list[TenplexError] = []
+        answers: list[Answer] = []
+
+        async def renew(scope: trio.CancelScope) -> None:
+            while True:
+                await trio.sleep(self._lock_ttl_s / 3)
+                try:
+                    await self._registry.lock(job, lock.owner, ttl_s=self._lock_ttl_s)
+                except ConflictError as error:
+                    failures.append(error)
+                    scope.cancel()
+                except UnavailableError as error:  # the compare-and-set will tell
+                    log.warning("job %s: the lock could not be renewed: %s", job, error)
+
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(renew, nursery.cancel_scope)
+                try:
+                    _, heads = await self._registry.heads()
+                    answers.append(await body(lock, heads.get(job)))
+                except TenplexError as error:
+                    failures.append(error)
+                nursery.cancel_scope.cancel()
+        finally:
+            with trio.move_on_after(_DROP_S, shield=True):
+                await self._unlock(lock)
+        if answers:
+            return answers[0]
+        raise failures[0]
+
+    async def _unlock(self, lock: Lock) -> None:
+        try:
+            await self._registry.unlock(lock)
+        except TenplexError as error:  # it ends by itself
+            log.warning("job %s: the lock could not be given back: %s", lock.job, error)
+
+    async def _switch(
+        self,
+        lock: Lock,
+        head: Head | None,
+        snapshot: SnapshotId,
+        wanted: Resolved,
+        base: _Base | None,
+        drop: tuple[str, ...],
+        settings_json: bytes,
+        planned: Progress,
+        report: Report,
+    ) -> Head:
+        job = lock.job
+        order = StageOrder(
+            job=job,
+            snapshot=snapshot,
+            base_txid=base.txid if base is not None else None,
+            old_layout_json=base.layout_json if base is not None else b"",
+            new_layout_json=wanted.layout_json,
+            settings_json=settings_json,
+            coordinator=self._node,
+            drop=drop,
+            endpoints=self._endpoints(),
+            created_ns=self._clock_ns(),
+        )
+        new = Head(snapshot, wanted.digest, wanted.nodes)
+        try:
+            staged = await self._stage(order, wanted.nodes, planned, report)
+        except BaseException:
+            with trio.move_on_after(_DROP_S, shield=True):
+                await self._drop(job, snapshot.txid, wanted.nodes)
+            raise
+        report(replace(staged, phase="committing"))
+        try:
+            await self._commit(lock, head, new)
+        except ConflictError:
+            with trio.move_on_after(_DROP_S, shield=True):
+                await self._drop(job, snapshot.txid, wanted.nodes)
+            raise
+        # From here on the switch is a fact, whoever goes away.
+        with trio.CancelScope(shield=True):
+            before = head.nodes if head is not None else ()
+            late = await self._announce(job, new, (self._node, *before, *wanted.nodes))
+            if head is not None and not late:
+                await self._drop(job, head.snapshot.txid, before)
+        message = f"not yet seen by {', '.join(late)}" if late else ""
+        report(replace(staged, phase="committing", message=message))
+        return new
+
+    async def _stage(
+        self, order: StageOrder, nodes: tuple[NodeName, ...], planned: Progress, report: Report
+    ) -> Progress:
+        done = dict.fromkeys(nodes, (0, 0))
+        report(replace(planned, nodes=dict(done)))
+
+        async def stage(node: NodeName) -> None:
+            def count(bytes_done: int, bytes_total: int) -> None:
+                done[node] = (bytes_done, bytes_total)
+                report(replace(planned, nodes=dict(done)))
+
+            try:
+                await self._calls.stage(node, order, count)
+            except TenplexError as error:
+                raise type(error)(f"node {node}: {error.message}", **error.details) from error
+
+        await run_all(partial(stage, node) for node in nodes)
+        return replace(planned, nodes=dict(done))
+
+    async def _commit(self, lock: Lock, expected: Head | None, new: Head | None) -> None:
+        """Moves the head; returns when it is known to have moved.
+
+        Raises:
+            ConflictError: It has not, and never will.
+        """
+        lost: TenplexError | None = None
+        while True:
+            with trio.CancelScope(shield=True):
+                try:
+                    await self._registry.compare_and_set(lock, expected, new)
+                except UnavailableError as error:
+                    lost = error
+                except ConflictError:
+                    if lost is None:
+                        raise
+                else:
+                    return
+                outcome = await self._outcome(lock.job, expected, new)
+            if outcome is Outcome.COMMITTED:
+                return
+            if outcome is Outcome.LOST:
+                raise ConflictError(f"job {lock.job}: somebody else moved the head; plan again")
+            log.warning("job %s: undecided until the registry answers: %s", lock.job, lost)
+            await trio.sleep(_RETRY_S)
+
+    async def _outcome(self, job: JobName, expected: Head | None, new: Head | None) -> Outcome | None:
+        try:
+            _, heads = await self._registry.heads()
+        except UnavailableError:
+            return None
+        return after_lost_reply(expected, new, heads.get(job))
+
+    async def _announce(
+        self, job: JobName, head: Head | None, members: tuple[NodeName, ...]
+    ) -> list[NodeName]:
+        """Tells every known node; returns the members that did not acknowledge."""
+        late: list[NodeName] = []
+
+        async def tell(node: NodeName) -> None:
+            try:
+                await self._calls.switch(node, job, head)
+            except TenplexError as error:
+                log.warning("job %s: node %s has not switched yet: %s", job, node, error)
+                if node in members:
+                    late.append(node)
+
+        await run_all(partial(tell, node) for node in sorted({*members, *self._endpoints()}))
+        return sorted(late)
+
+    async def _drop(self, job: JobName, txid: TxId, nodes: tuple[NodeName, ...]) -> None:
+        async def drop(node: NodeName) -> None:
+            try:
+                await self._calls.drop(node, job, txid)
+            except TenplexError as error:  # it settles with the head by itself
+                log.warning("job %s: node %s has not dropped %s: %s", job, node, txid, error)
+
+        await run_all(partial(drop, node) for node in nodes)
+
+    def _check_known(self, wanted: Resolved) -> None:
+        known = self._endpoints()
+        unknown = [node for node in wanted.nodes if node not in known]
+        if unknown:
+            raise InvalidError(
+                f"nodes: {', '.join(unknown)} in the layout: no such node is known; "
+                f"known: {', '.join(sorted(known))}"
+            )
+
+    def _txid(self, job: JobName, request_id: str) -> TxId:
+        if not request_id:
+            return self._new_txid()
+        return TxId(hashlib.blake2b(f"{job}\0{request_id}".encode(), digest_size=8).hexdigest())
+
+
+def _existing(job: JobName, head: Head | None) -> Head:
+    if head is None:
+        raise NotFoundError(f"job {job}: no such job")
+    return head
+
+
+def _mute(progress: Progress) -> None:
+    """Nobody watches."""

@@ -1,0 +1,194 @@
+"""Every job that the registry knows, followed: this node shows each one's head, whoever moved it.
+
+Nodes that hold nothing of a job show it too; its layout comes from a node that does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+
+import trio
+
+from tenplexfs.core.snapshot import Head, JobName
+from tenplexfs.errors import TenplexError, UnavailableError
+from tenplexfs.runtime.member import Member
+from tenplexfs.runtime.orders import Description
+from tenplexfs.runtime.protocols import Registry
+
+__all__ = ["JobTable"]
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 3.0
+_RETRY_S = 0.5
+_RETRY_MAX_S = 10.0
+_FIRST_S = 5.0
+
+
+class JobTable:
+    """Follows the registry. Belongs to the trio thread.
+
+    Args:
+        describe: Asks the nodes of a head for its layout.
+
+    Attributes:
+        registry_away: Why the registry does not answer, or None.
+        changed: Set, and replaced, whenever something about a job changed.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        registry: Registry,
+        describe: Callable[[JobName, Head], Awaitable[Description]],
+    ) -> None:
+        self.registry_away: str | None = None
+        self.changed = trio.Event()
+        self._member = member
+        self._registry = registry
+        self._describe = describe
+        self._revision = -1
+        self._heads: dict[JobName, Head] = {}
+        self._failures: dict[JobName, str] = {}
+        self._following: dict[JobName, trio.Event] = {}
+
+    def heads(self) -> Mapping[JobName, Head]:
+        """Returns the heads as they were last heard of."""
+        return self._heads
+
+    def jobs(self) -> list[JobName]:
+        """Returns every job by name: those of the registry, and those that are shown without it."""
+        return sorted({*self._heads, *self._member.shown(), *self._failures})
+
+    def failure(self, job: JobName) -> str | None:
+        """Returns why this node cannot show what the registry says, or None."""
+        return self._failures.get(job)
+
+    def touch(self) -> None:
+        """Lets those who wait for `changed` look again."""
+        self.changed.set()
+        self.changed = trio.Event()
+
+    async def switch(self, job: JobName, head: Head | None) -> None:
+        """Shows ``head``, of which a coordinator says that the registry has it; returns when it is shown.
+
+        Raises:
+            TenplexError: It could not be shown; following the registry tries again.
+        """
+        if head is None:
+            await self._forget(job)
+        else:
+            await self._member.show(job, head, self._describe)
+            self._failures.pop(job, None)
+            if job not in self._heads or self._heads[job].snapshot.generation <= head.snapshot.generation:
+                self._heads[job] = head
+        self.touch()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Follows the registry until cancelled; started once the jobs of the store are shown.
+
+        While the registry is away the last committed snapshots are shown, and `registry_away` says why.
+        """
+        async with trio.open_nursery() as nursery:
+            with trio.move_on_after(_FIRST_S):
+                await self._poll(nursery)
+            if self.registry_away is not None or self._revision < 0:
+                self.registry_away = self.registry_away or "no answer yet"
+                await self._show_last()
+            with trio.move_on_after(_FIRST_S):
+                while self._following:
+                    await next(iter(self._following.values())).wait()
+            task_status.started()
+            nursery.start_soon(self._poll_for_ever, nursery)
+            async for event in self._registry.watch(max(self._revision, 0)):
+                if event.revision > self._revision:
+                    self._revision = event.revision
+                    self._want(nursery, event.job, event.head)
+
+    async def _poll_for_ever(self, nursery: trio.Nursery) -> None:
+        while True:
+            await trio.sleep(_POLL_S)
+            await self._poll(nursery)
+
+    async def _poll(self, nursery: trio.Nursery) -> None:
+        """Compares with the registry as a whole: finds out whether it answers, and what a watch missed."""
+        try:
+            revision, heads = await self._registry.heads()
+        except UnavailableError as error:
+            if self.registry_away is None:
+                log.warning("the registry is away, nothing switches: %s", error)
+            self.registry_away = error.message
+            self.touch()
+            return
+        if self.registry_away is not None:
+            log.info("the registry answers")
+            self.registry_away = None
+            self.touch()
+        if revision < self._revision:  # a watch was quicker
+            return
+        self._revision = revision
+        for job, head in heads.items():
+            self._want(nursery, job, head)
+        for job in self._heads.keys() - heads.keys():
+            self._want(nursery, job, None)
+        for job in (
+            {stored.job for stored in self._member.store.snapshots()} - heads.keys() - self._heads.keys()
+        ):
+            if job not in self._failures:
+                log.error("job %s: in the store, but unknown to the registry; kept until `job remove`", job)
+            self._failures[job] = "the registry does not know this job; `job remove` frees its bytes"
+
+    async def _show_last(self) -> None:
+        for job in sorted({stored.job for stored in self._member.store.snapshots()}):
+            try:
+                await self._member.show_last(job)
+            except TenplexError as error:
+                self._failures[job] = error.message
+                log.warning("job %s: cannot be shown: %s", job, error)
+
+    def _want(self, nursery: trio.Nursery, job: JobName, head: Head | None) -> None:
+        if head is None:
+            self._heads.pop(job, None)
+        else:
+            self._heads[job] = head
+        shown = self._member.shown().get(job)
+        is_so = (shown.head.snapshot.txid if shown else None) == (head.snapshot.txid if head else None)
+        if job not in self._following and not (is_so and head is not None):
+            self._following[job] = trio.Event()
+            nursery.start_soon(self._follow, job)
+
+    async def _follow(self, job: JobName) -> None:
+        """Makes this node show what is wanted of ``job``; ends when it does."""
+        wait_s = _RETRY_S
+        while True:
+            wanted = self._heads.get(job)
+            step = partial(self._forget, job) if wanted is None else partial(self._adopt, job, wanted)
+            try:
+                await step()
+            except TenplexError as error:
+                if self._failures.get(job) != error.message:
+                    log.warning("job %s: cannot show %s: %s", job, wanted and wanted.snapshot, error)
+                self._failures[job] = error.message
+                self.touch()
+                await trio.sleep(wait_s)
+                wait_s = min(2 * wait_s, _RETRY_MAX_S)
+                continue
+            self._failures.pop(job, None)
+            if self._heads.get(job) == wanted:
+                break
+        self._following.pop(job).set()
+        self.touch()
+
+    async def _adopt(self, job: JobName, head: Head) -> None:
+        await self._member.show(job, head, self._describe)
+
+    async def _forget(self, job: JobName) -> None:
+        """Removes a job, if it is really gone: the news may be older than a new job of the same name."""
+        _, heads = await self._registry.heads()
+        if job in heads:
+            return
+        self._heads.pop(job, None)
+        await self._member.remove(job)
+        self._failures.pop(job, None)

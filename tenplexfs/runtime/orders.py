@@ -1,0 +1,99 @@
+"""What coordinators ask of nodes, and what they answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
+
+__all__ = ["Description", "NodeCalls", "Progress", "Report", "StageOrder"]
+
+
+@dataclass(frozen=True, slots=True)
+class StageOrder:
+    """Make this node's part of a new snapshot.
+
+    Attributes:
+        base_txid: The snapshot that the bytes come from; None when there is no state to move.
+        old_layout_json: Of the base; empty as the base is None.
+        drop: Patterns of tensors of the base that the new layout may lack.
+        endpoints: Where the other nodes listen.
+        created_ns: Time of the new snapshot's files, the same on all nodes.
+    """
+
+    job: JobName
+    snapshot: SnapshotId
+    base_txid: TxId | None
+    old_layout_json: bytes
+    new_layout_json: bytes
+    settings_json: bytes
+    coordinator: NodeName
+    drop: tuple[str, ...]
+    endpoints: Mapping[NodeName, str]
+    created_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a node stores of a snapshot, without its bytes."""
+
+    snapshot: SnapshotId
+    layout_json: bytes
+    settings_json: bytes
+    created_ns: int
+    committed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a transaction is.
+
+    Attributes:
+        phase: "planning", "staging", "committing", "done" or "failed".
+        nodes: Node to bytes done and bytes in all.
+        plan: The summary of the plan, once there is one.
+    """
+
+    phase: str
+    message: str = ""
+    nodes: Mapping[NodeName, tuple[int, int]] = field(default_factory=dict)
+    plan: Mapping[str, object] | None = None
+
+    @property
+    def bytes_done(self) -> int:
+        """Bytes that arrived, on all nodes."""
+        return sum(done for done, _ in self.nodes.values())
+
+    @property
+    def bytes_total(self) -> int:
+        """Bytes that have to arrive, on all nodes."""
+        return sum(total for _, total in self.nodes.values())
+
+
+Report = Callable[[Progress], None]
+
+
+class NodeCalls(Protocol):
+    """Asks a node, this one or another. Every call has a deadline of its own."""
+
+    async def stage(self, node: NodeName, order: StageOrder, report: Callable[[int, int], None]) -> None:
+        """Returns once the node's part is staged; ``report`` gets bytes done and bytes in all."""
+        ...
+
+    async def switch(self, node: NodeName, job: JobName, head: Head | None) -> None:
+        """Returns once fresh opens on the node see ``head``."""
+        ...
+
+    async def drop(self, node: NodeName, job: JobName, txid: TxId) -> None:
+        """Drops a snapshot that is staged or no longer the head."""
+        ...
+
+    async def describe(self, node: NodeName, job: JobName, txid: TxId) -> Description:
+        """Returns what the node stores of the snapshot.
+
+        Raises:
+            NotFoundError: Nothing.
+        """
+        ...

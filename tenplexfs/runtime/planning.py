@@ -1,0 +1,217 @@
+"""What is computed for a transaction. Every function here runs in the process of `runtime.compute`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+
+import numpy as np
+
+from tenplexfs.core.build import build_ptc
+from tenplexfs.core.derive import derive_layout
+from tenplexfs.core.layout import Layout, Mesh, TensorEntry, place_in_order
+from tenplexfs.core.node_part import NodePart, node_part
+from tenplexfs.core.paths import name_of_path
+from tenplexfs.core.planner import plan
+from tenplexfs.core.ptc import PTC
+from tenplexfs.core.region import disjoint_atoms
+from tenplexfs.core.snapshot import NodeName
+from tenplexfs.errors import InvalidError
+from tenplexfs.formats.layout_json import layout_digest, layout_text, parse_layout
+
+__all__ = [
+    "Expanded",
+    "ImportMatch",
+    "Resolved",
+    "StagePart",
+    "Target",
+    "expand",
+    "match_import",
+    "plan_summary",
+    "resolve",
+    "stage_part",
+]
+
+TensorTable = Mapping[str, tuple[tuple[int, ...], str]]
+"""Tensor path -> shape and dtype name."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A layout that somebody wants: given, or derived from the committed one by the sizes of its axes.
+
+    Attributes:
+        layout_json: As given; empty when it is to be derived.
+        mesh: Axis -> size; axes that are not named keep theirs.
+        nodes: Node -> number of devices (0: as many as its share), or None for the committed ones.
+    """
+
+    layout_json: bytes = b""
+    mesh: Mapping[str, int] | None = None
+    nodes: Mapping[NodeName, int] | None = None
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A layout as it would be committed: every rank on a node.
+
+    Attributes:
+        nodes: Those that hold ranks, by name.
+    """
+
+    layout_json: bytes
+    digest: str
+    nodes: tuple[NodeName, ...]
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """What a committed layout means.
+
+    Attributes:
+        survives_node_losses: How many nodes may be lost, whichever they are, without losing state.
+    """
+
+    ptc: PTC
+    digest: str
+    survives_node_losses: int
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """What a node needs to stage its part."""
+
+    expanded: Expanded
+    part: NodePart
+
+
+@dataclass(frozen=True)
+class ImportMatch:
+    """How the tensors of a file become those of a job.
+
+    Attributes:
+        layout_json: Of the pseudo snapshot: every tensor whole, on one rank of the importing node.
+        names: Canonical tensor path of the job -> path in the file.
+        ties: Names in the file that must hold the same bytes, where the job ties them.
+    """
+
+    layout_json: bytes
+    names: Mapping[str, str]
+    ties: tuple[tuple[str, ...], ...]
+
+
+@lru_cache(maxsize=4)
+def _built(layout_json: bytes) -> PTC:
+    return build_ptc(parse_layout(layout_json))
+
+
+def expand(layout_json: bytes) -> Expanded:
+    """Returns what a committed layout means."""
+    ptc = _built(layout_json)
+    return Expanded(ptc, layout_digest(ptc.layout), _survives(ptc))
+
+
+def _survives(ptc: PTC) -> int:
+    """Returns the least number of nodes that hold any one element, less one."""
+    least = len(ptc.nodes)
+    seen: set[object] = set()
+    for path, names in ptc.names.items():
+        kind = (names[0].tensor.shape, tuple((p.cells, p.mask) for p in names))
+        if kind in seen:
+            continue
+        seen.add(kind)
+        holders = ptc.holders(path)
+        boxes = [(p.region.start, p.region.stop) for holder in holders for p in holder.shard.pieces]
+        nodes = [{ptc.node_of(r) for r, _ in holder.keys} for holder in holders for _ in holder.shard.pieces]
+        ndim = len(names[0].tensor.shape)
+        atoms, box, atom = disjoint_atoms(np.array(boxes, np.int64).reshape(len(boxes), 2, ndim))
+        held: list[set[str]] = [set() for _ in atoms]
+        for b, a in zip(box.tolist(), atom.tolist(), strict=True):
+            held[a] |= nodes[b]
+        least = min([least, *map(len, held)])
+    return max(least - 1, 0)
+
+
+def resolve(target: Target, committed_json: bytes | None, here: NodeName) -> Resolved:
+    """Returns the layout that ``target`` stands for.
+
+    Args:
+        target: What is wanted.
+        committed_json: The layout of the job now; None when there is none.
+        here: The node that takes all ranks where nobody says otherwise.
+
+    Raises:
+        InvalidError: It is refused; one line.
+    """
+    if target.layout_json:
+        known = _built(committed_json).tensors if committed_json is not None else {}
+        layout = parse_layout(
+            target.layout_json,
+            shapes={path: tensor.shape for path, tensor in known.items()},
+            dtypes={path: tensor.dtype for path, tensor in known.items()},
+        )
+    elif committed_json is None or target.mesh is None:
+        raise InvalidError("need a layout, or a mesh for a job that has one")
+    else:
+        nodes: dict[str, int | None] | None = (
+            None if target.nodes is None else {node: n or None for node, n in target.nodes.items()}
+        )
+        layout = derive_layout(parse_layout(committed_json), target.mesh, nodes)
+    layout = build_ptc(place_in_order(layout, here)).layout
+    holding = tuple(sorted(node for node, ranks in layout.nodes if ranks))
+    return Resolved(layout_text(layout), layout_digest(layout), holding)
+
+
+def plan_summary(
+    old_json: bytes, new_json: bytes, drop: Sequence[str], *, operations: bool = False
+) -> dict[str, object]:
+    """Returns what ``plan --json`` prints."""
+    return plan(_built(old_json), _built(new_json), drop=drop).summary()
+
+
+def stage_part(old_json: bytes, new_json: bytes, drop: Sequence[str], node: NodeName) -> StagePart:
+    """Returns what ``node`` does to make its part of the new snapshot."""
+    new, old = expand(new_json), _built(old_json)
+    return StagePart(new, node_part(plan(old, new.ptc, drop=drop), node))
+
+
+def match_import(
+    layout_json: bytes, tensors: TensorTable, ignore: Sequence[str], node: NodeName
+) -> ImportMatch:
+    """Matches the tensors of a file with those of a layout.
+
+    Args:
+        layout_json: Of the job.
+        tensors: Of the file.
+        ignore: Patterns of tensors that the file may have beyond the layout, as paths or as dotted names.
+        node: The importing one.
+
+    Raises:
+        InvalidError: Names every tensor that is missing on either side, or has another shape or dtype.
+    """
+    ptc = _built(layout_json)
+    found = {path: [p.path for p in names if p.path in tensors] for path, names in ptc.names.items()}
+    wrong = [f"{path} is not in the file" for path, names in found.items() if not names]
+    for path, names in found.items():
+        wanted = ptc.tensors[path]
+        for name in names:
+            shape, dtype = tensors[name]
+            if (shape, dtype) != (wanted.shape, wanted.dtype):
+                has, needs = f"{dtype} {list(shape)}", f"{wanted.dtype} {list(wanted.shape)}"
+                wrong.append(f"{name} is {has} in the file, {needs} in the layout")
+    extra = [path for path in tensors if path not in ptc.tensors and not _matches(path, ignore)]
+    wrong += [f"{path} is not in the layout (--ignore PATTERN leaves it)" for path in extra]
+    if wrong:
+        raise InvalidError(f"import: {len(wrong)} tensors do not fit: " + "; ".join(wrong), tensors=wrong)
+    entries = tuple(
+        TensorEntry(key=path, shape=ptc.tensors[path].shape, dtype=ptc.tensors[path].dtype) for path in found
+    )
+    source = Layout(mesh=Mesh((("file", 1),)), tensors=entries, nodes=((node, (0,)),))
+    ties = tuple(tuple(names) for names in found.values() if len(names) > 1)
+    return ImportMatch(layout_text(source), {path: names[0] for path, names in found.items()}, ties)
+
+
+def _matches(path: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in (path, name_of_path(path)) for pattern in patterns)

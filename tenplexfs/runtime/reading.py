@@ -1,0 +1,400 @@
+"""The bytes of open files: in this node's memory, on another node, or assembled from shards anywhere.
+
+A read of remote bytes is a run of the C-order elements of an array; the run becomes boxes, the boxes become
+ranges of the arrays that hold them, and those are fetched by the snapshot's txid. Whatever is answered was
+accounted for byte by byte: a read is whole or an error, never short, never zeros.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from tenplexfs.core.ptc import Holder, Piece, Shard, Tensor
+from tenplexfs.core.region import (
+    Boxes,
+    box_volumes,
+    disjoint_atoms,
+    flat_boxes,
+    join,
+    runs_to_boxes,
+    split_runs,
+)
+from tenplexfs.core.snapshot import JobName, NodeName, TxId
+from tenplexfs.errors import (
+    CorruptError,
+    NotFoundError,
+    PreconditionError,
+    StaleError,
+    TenplexError,
+    TimedOutError,
+    UnavailableError,
+)
+from tenplexfs.runtime.protocols import ArraySource, PeerReader, Ranges
+from tenplexfs.runtime.tasks import run_all
+
+__all__ = ["Fetcher", "FullTensor", "Handles", "LocalFile", "RemoteShard", "Wanted"]
+
+Bytes = npt.NDArray[np.uint8]
+Array = npt.NDArray[np.generic]
+
+
+class Handles(Protocol):
+    """Counts the open handles that need bytes of another node; see `runtime.leases.LeaseKeeper`."""
+
+    def hold(self, node: NodeName, job: JobName, txid: TxId) -> None:
+        """Counts one more."""
+        ...
+
+    def drop(self, node: NodeName, job: JobName, txid: TxId) -> None:
+        """Counts one less."""
+        ...
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Boxes of an array, local coordinates, in the order of their bytes.
+
+    Attributes:
+        keys: (rank, path as shown) of all that hold the same array.
+    """
+
+    keys: tuple[tuple[int, str], ...]
+    itemsize: int
+    boxes: Boxes
+
+
+@dataclass(frozen=True)
+class Fetcher:
+    """Reads arrays of one snapshot from other nodes.
+
+    Attributes:
+        rank_nodes: The node of each rank of the snapshot.
+        here: This node, which is never asked.
+        allowed: False where ``--remote-reads off`` forbids it.
+    """
+
+    job: JobName
+    txid: TxId
+    rank_nodes: Mapping[int, NodeName]
+    here: NodeName
+    peers: PeerReader
+    handles: Handles
+    timeout_s: float
+    allowed: bool = True
+
+    def nodes_of(self, keys: Iterable[tuple[int, str]]) -> tuple[NodeName, ...]:
+        """Returns the other nodes that hold what ``keys`` name, the one to ask first in front."""
+        nodes = [n for n in dict.fromkeys(self.rank_nodes[rank] for rank, _ in keys) if n != self.here]
+        turn = sum(self.here.encode()) % len(nodes) if nodes else 0  # so that not all nodes ask the same one
+        return tuple(nodes[turn:] + nodes[:turn])
+
+    def hold(self, nodes: Iterable[NodeName]) -> None:
+        """Keeps the snapshot on ``nodes`` while a handle is open."""
+        for node in nodes:
+            self.handles.hold(node, self.job, self.txid)
+
+    def drop(self, nodes: Iterable[NodeName]) -> None:
+        """The handle was closed."""
+        for node in nodes:
+            self.handles.drop(node, self.job, self.txid)
+
+    async def fetch(self, wanted: Sequence[Wanted]) -> list[Bytes]:
+        """Returns the bytes of each item, whole.
+
+        Each node is asked once, for all that it has; where it fails, the next that holds the same is asked.
+
+        Raises:
+            TimedOutError: They did not come within ``timeout_s``.
+            TenplexError: No node has them, or none answers.
+        """
+        groups: dict[tuple[NodeName, ...], list[int]] = {}
+        for index, item in enumerate(wanted):
+            nodes = self.nodes_of(item.keys)
+            if not nodes or not self.allowed:
+                raise self._nowhere(item)
+            groups.setdefault(nodes, []).append(index)
+        results: list[Bytes] = [np.empty(0, np.uint8)] * len(wanted)
+
+        async def fetch_group(nodes: tuple[NodeName, ...], indices: list[int]) -> None:
+            sizes = [int(box_volumes(wanted[i].boxes).sum()) * wanted[i].itemsize for i in indices]
+            flat = await self._fetch_group(nodes, [wanted[i] for i in indices], sum(sizes))
+            for i, end, size in zip(indices, np.cumsum(sizes).tolist(), sizes, strict=True):
+                results[i] = flat[end - size : end]
+
+        with trio.move_on_after(self.timeout_s) as waited:
+            await run_all(partial(fetch_group, nodes, indices) for nodes, indices in groups.items())
+        if waited.cancelled_caught:
+            raise TimedOutError(f"job {self.job}: {_names(wanted)} did not come within {self.timeout_s:g} s")
+        return results
+
+    async def _fetch_group(
+        self, nodes: Sequence[NodeName], wanted: Sequence[Wanted], total_bytes: int
+    ) -> Bytes:
+        until_s = trio.current_time() + self.timeout_s
+        failure: TenplexError | None = None
+        for turn, node in enumerate(nodes):
+            ranges = []
+            for item in wanted:
+                rank, path = next(key for key in item.keys if self.rank_nodes[key[0]] == node)
+                ranges.append(Ranges(rank, path, item.itemsize, item.boxes))
+            landing = _Landing(total_bytes)
+            left_s = max(until_s - trio.current_time(), 0.001) / (len(nodes) - turn)
+            try:
+                await self.peers.fetch(node, self.job, self.txid, ranges, landing.write, deadline_s=left_s)
+            except (NotFoundError, StaleError, UnavailableError, TimedOutError, CorruptError) as error:
+                failure = error
+                continue
+            return landing.whole(node)
+        raise failure or UnavailableError(f"job {self.job}: no node holds {_names(wanted)}")
+
+    def _nowhere(self, item: Wanted) -> TenplexError:
+        where = ", ".join(sorted({self.rank_nodes[rank] for rank, _ in item.keys}))
+        if not self.allowed:
+            return PreconditionError(
+                f"job {self.job}: {_names([item])} is on {where}, and --remote-reads is off"
+            )
+        return UnavailableError(f"job {self.job}: {_names([item])} is lost on {where}")
+
+
+def _names(wanted: Sequence[Wanted]) -> str:
+    rank, path = wanted[0].keys[0]
+    first = f"{path} of rank {rank}"
+    return first if len(wanted) == 1 else f"{first} and {len(wanted) - 1} more"
+
+
+class _Landing:
+    """Where a stream of bytes lands, in order and whole."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._flat: Bytes = np.empty(total_bytes, np.uint8)
+        self._done = 0
+
+    def write(self, offset: int, data: bytes) -> None:
+        if offset != self._done or offset + len(data) > len(self._flat):
+            raise CorruptError(f"range stream: got bytes [{offset}, {offset + len(data)}) after {self._done}")
+        self._flat[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+        self._done += len(data)
+
+    def whole(self, node: NodeName) -> Bytes:
+        if self._done != len(self._flat):
+            raise CorruptError(f"node {node}: sent {self._done} bytes of {len(self._flat)}")
+        return self._flat
+
+
+class LocalFile:
+    """A file whose bytes are in this node's memory, or were made at once."""
+
+    __slots__ = ("_view", "size")
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        self.size = len(view)
+
+    def read(self, offset: int, size: int) -> memoryview:
+        """Returns the bytes, without a copy."""
+        return self._view[offset : offset + size]
+
+    async def read_wait(self, offset: int, size: int) -> memoryview:
+        """Returns the bytes; they are here."""
+        return self.read(offset, size)
+
+    def close(self) -> None:
+        """Lets go of the memory."""
+        self._view = memoryview(b"")
+
+
+class _NpyFile(ABC):
+    """A .npy file that is made on read: its header, then C-order elements."""
+
+    def __init__(self, header: bytes, shape: Sequence[int], itemsize: int) -> None:
+        self._header = header
+        self._itemsize = itemsize
+        self._elements = int(np.prod(shape, dtype=np.int64))
+        self.size = len(header) + self._elements * itemsize
+
+    @abstractmethod
+    def _here(self, first: int, last: int) -> Bytes | None:
+        """Returns the bytes of elements [first, last), or None when they are elsewhere."""
+
+    @abstractmethod
+    async def _fetched(self, first: int, last: int) -> Bytes:
+        """Returns the bytes of elements [first, last)."""
+
+    def _run(self, offset: int, size: int) -> tuple[int, int, int, int]:
+        """The elements [first, last) that the bytes touch, and where in them the wanted ones lie."""
+        begin = max(offset - len(self._header), 0)
+        end = max(min(offset + size, self.size) - len(self._header), begin)
+        first, last = begin // self._itemsize, -(-end // self._itemsize)
+        return first, last, begin - first * self._itemsize, end - first * self._itemsize
+
+    def _answer(self, offset: int, size: int, data: memoryview) -> bytes | memoryview:
+        if offset >= len(self._header):
+            return data
+        return self._header[offset : offset + size] + bytes(data)
+
+    def read(self, offset: int, size: int) -> bytes | memoryview | None:
+        """Returns the bytes when all of them are here."""
+        first, last, low, high = self._run(offset, size)
+        data = self._here(first, last) if first < last else np.empty(0, np.uint8)
+        return None if data is None else self._answer(offset, size, data.data[low:high])
+
+    async def read_wait(self, offset: int, size: int) -> bytes | memoryview:
+        """Returns the bytes, fetched where they are elsewhere."""
+        first, last, low, high = self._run(offset, size)
+        data = await self._fetched(first, last) if first < last else np.empty(0, np.uint8)
+        return self._answer(offset, size, data.data[low:high])
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives back what the handle held."""
+
+
+class RemoteShard(_NpyFile):
+    """A local array that only other nodes hold."""
+
+    def __init__(self, fetcher: Fetcher, header: bytes, holder: Holder, itemsize: int) -> None:
+        super().__init__(header, holder.shard.local_shape, itemsize)
+        self._fetcher = fetcher
+        self._holder = holder
+        self._nodes = fetcher.nodes_of(holder.keys)
+        fetcher.hold(self._nodes)
+
+    def _here(self, first: int, last: int) -> Bytes | None:
+        return None
+
+    async def _fetched(self, first: int, last: int) -> Bytes:
+        boxes = flat_boxes(self._holder.shard.local_shape, first, last)
+        return (await self._fetcher.fetch([Wanted(self._holder.keys, self._itemsize, boxes)]))[0]
+
+    def close(self) -> None:
+        """Ends the hold on the other nodes."""
+        self._fetcher.drop(self._nodes)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One piece of one distinct shard: where elements of a tensor can be had."""
+
+    piece: Piece
+    holder: Holder
+    view: Array | None  # of the piece, in the shape of its region; None when it is elsewhere
+
+    def local_boxes(self, box: Boxes) -> Boxes:
+        """Returns the boxes of the local array whose elements are those of ``box``, (1, 2, ndim)."""
+        start = np.array(self.piece.region.start, np.int64)
+        if not self.holder.shard.flat:
+            return np.asarray(box - start + np.array(self.piece.at, np.int64), np.int64)
+        extents = np.array([self.piece.region.shape], np.int64)
+        _, parts, offsets = split_runs(extents, box - start)
+        begins = offsets + self.piece.at[0]
+        return runs_to_boxes(self.holder.shard.local_shape, begins, begins + box_volumes(parts))[1]
+
+
+def _sources(arrays: ArraySource, holder: Holder) -> list[_Source]:
+    found = (arrays.array(rank, path) for rank, path in holder.keys)
+    array = next((each for each in found if each is not None), None)
+    return [
+        _Source(piece, holder, None if array is None else _piece_view(array, holder.shard, piece))
+        for piece in holder.shard.pieces
+    ]
+
+
+def _piece_view(array: Array, shard: Shard, piece: Piece) -> Array:
+    region = piece.region
+    if shard.flat:
+        return array.reshape(-1)[piece.at[0] : piece.at[0] + region.volume].reshape(region.shape)
+    at = np.array(piece.at, np.int64)
+    view: Array = array[_slices(np.stack([at, at + np.array(region.shape, np.int64)]))]
+    return view
+
+
+class FullTensor(_NpyFile):
+    """A whole tensor, assembled on read from the shards that hold it, those of this node first."""
+
+    def __init__(
+        self,
+        fetcher: Fetcher,
+        header: bytes,
+        tensor: Tensor,
+        holders: Sequence[Holder],
+        arrays: ArraySource,
+    ) -> None:
+        super().__init__(header, tensor.shape, tensor.itemsize)
+        self._fetcher = fetcher
+        self._tensor = tensor
+        sources = [each for holder in holders for each in _sources(arrays, holder)]
+        self._sources = sorted(sources, key=lambda source: source.view is None)
+        regions = [(source.piece.region.start, source.piece.region.stop) for source in self._sources]
+        boxes = np.array(regions, np.int64).reshape(len(regions), 2, len(tensor.shape))
+        # Replicas may overlap without being equal: each element is taken from the first that has it.
+        self._atoms, box, atom = disjoint_atoms(boxes)
+        self._owner = np.full(len(self._atoms), len(self._sources), np.int64)
+        np.minimum.at(self._owner, atom, box)
+        away = (self._sources[owner] for owner in np.unique(self._owner).tolist())
+        self._nodes = tuple(
+            dict.fromkeys(node for s in away if s.view is None for node in fetcher.nodes_of(s.holder.keys))
+        )
+        fetcher.hold(self._nodes)
+
+    def _here(self, first: int, last: int) -> Bytes | None:
+        out, elsewhere = self._gather(first, last)
+        return None if elsewhere else out
+
+    async def _fetched(self, first: int, last: int) -> Bytes:
+        out, elsewhere = self._gather(first, last)
+        fetched = await self._fetcher.fetch([wanted for wanted, _ in elsewhere])
+        for data, (_, target) in zip(fetched, elsewhere, strict=True):
+            target[...] = data.view(target.dtype).reshape(target.shape)
+        return out
+
+    def _gather(self, first: int, last: int) -> tuple[Bytes, list[tuple[Wanted, Array]]]:
+        """Copies what is here of elements [first, last); also returns what is not, with where it belongs."""
+        out = np.empty((last - first) * self._itemsize, np.uint8)
+        boxes = flat_boxes(self._tensor.shape, first, last)
+        run, atom = join(boxes, self._atoms)
+        parts = np.stack(
+            [
+                np.maximum(boxes[run, 0], self._atoms[atom, 0]),
+                np.minimum(boxes[run, 1], self._atoms[atom, 1]),
+            ],
+            axis=1,
+        )
+        if int(box_volumes(parts).sum()) != last - first:
+            raise CorruptError(
+                f"tensor {self._tensor.path}: no shard holds some of elements [{first}, {last})"
+            )
+        dtype = np.dtype(f"V{self._itemsize}")
+        ends = np.cumsum(box_volumes(boxes)).tolist()
+        elsewhere = []
+        for k, (box, owner) in enumerate(zip(run.tolist(), self._owner[atom].tolist(), strict=True)):
+            source = self._sources[owner]
+            shape = boxes[box, 1] - boxes[box, 0]
+            begin = ends[box] - int(shape.prod())
+            whole = out.view(dtype)[begin : ends[box]].reshape(shape)
+            target = whole[_slices(parts[k] - boxes[box, 0])]
+            if source.view is None:
+                local = source.local_boxes(parts[k : k + 1])
+                elsewhere.append((Wanted(source.holder.keys, self._itemsize, local), target))
+            else:
+                here = source.view[_slices(parts[k] - np.array(source.piece.region.start, np.int64))]
+                target[...] = here.view(dtype)
+        return out, elsewhere
+
+    def close(self) -> None:
+        """Ends the hold on the other nodes, and lets go of the memory."""
+        self._fetcher.drop(self._nodes)
+        self._nodes = ()
+        self._sources = []
+
+
+def _slices(box: npt.NDArray[np.int64]) -> tuple[Any, ...]:
+    # The ellipsis makes the result an array also where there are no dims.
+    return (..., *(slice(a, b) for a, b in zip(box[0].tolist(), box[1].tolist(), strict=True)))

@@ -1,0 +1,370 @@
+"""Members and coordinators together: real stores, one process, no sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+import trio
+
+from tenplexfs.core.build import build_ptc
+from tenplexfs.core.snapshot import NodeName
+from tenplexfs.errors import (
+    ConflictError,
+    ExistsError,
+    InvalidError,
+    NoRoomError,
+    NotFoundError,
+    UnavailableError,
+)
+from tenplexfs.formats.layout_json import parse_layout
+from tenplexfs.runtime.coordinator import Change
+from tenplexfs.runtime.orders import Progress
+from tenplexfs.runtime.planning import Target
+from tests.runtime.cluster import JOB, Cluster, layout_json, tensors_of
+
+MESHES = [{"pp": 1, "tp": 4}, {"pp": 4, "tp": 1}, {"pp": 1, "tp": 1}, {"pp": 2, "tp": 2}]
+WHOLE = tensors_of(build_ptc(parse_layout(layout_json())))
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    made = Cluster(tmp_path, 3)
+    yield made
+    made.close()
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    trio.run(work)
+
+
+async def ready(cluster: Cluster, **changes: object) -> None:
+    await cluster.nodes[0].coordinator.create(JOB, layout_json(**changes), b"{}")
+    await cluster.load(WHOLE)
+
+
+async def move(cluster: Cluster, by: int = 0, **asked: object) -> list[Progress]:
+    seen: list[Progress] = []
+    target = asked.pop("target", None) or Target(mesh=asked.pop("mesh", {}), nodes=asked.pop("nodes", None))
+    await cluster.nodes[by].coordinator.reconfigure(Change(JOB, target, **asked), seen.append)
+    return seen
+
+
+def used(cluster: Cluster) -> list[int]:
+    return [len(node.store.snapshots()) for node in cluster.nodes]
+
+
+def test_create_shows_a_job_without_state_everywhere(cluster):
+    async def main():
+        head = await cluster.nodes[1].coordinator.create(JOB, layout_json(), b'{"keep_steps": 2}')
+        assert head.snapshot.generation == 1
+        assert head.snapshot.step is None
+        again = await cluster.nodes[0].coordinator.create(JOB, layout_json(), b'{"keep_steps": 2}')
+        assert again == head
+        for node in cluster.nodes:
+            assert node.shown().id == head.snapshot
+            assert node.member.shown()[JOB].settings_json == b'{"keep_steps": 2}'
+        with pytest.raises(ExistsError, match="another layout"):
+            await cluster.nodes[0].coordinator.create(JOB, layout_json(nodes={"node0": [0, 1, 2, 3]}), b"{}")
+
+    run(main)
+
+
+def test_import_and_every_reconfiguration_keep_every_byte(cluster):
+    async def main():
+        await ready(cluster)
+        await cluster.check(WHOLE)
+        assert cluster.nodes[0].shown().id.generation == 1
+        for number, mesh in enumerate(MESHES):
+            nodes = {NodeName(f"node{n}"): None for n in ((0, 1, 2), (1, 2), (2,), (0, 1))[number]}
+            seen = await move(cluster, by=number % 3, mesh=mesh, nodes=dict.fromkeys(nodes, 0))
+            assert seen[-1].phase == "committing"
+            assert seen[-1].bytes_done == seen[-1].bytes_total
+            plan = seen[-1].plan["bytes"]
+            assert plan["moved"] == plan["moved_lower_bound"]
+            await cluster.check(WHOLE)
+            assert cluster.nodes[0].shown().id.generation == number + 2
+
+    run(main)
+
+
+def test_old_snapshots_are_dropped_and_nothing_is_copied_that_stays(cluster):
+    async def main():
+        await ready(cluster)
+        before = [node.store.used_bytes for node in cluster.nodes]
+        await move(cluster, target=Target(layout_json(nodes={"node0": [0, 1], "node2": [2, 3]})))
+        for node in cluster.nodes:
+            await node.member.sweep()
+        assert used(cluster) == [1, 0, 1]
+        after = [node.store.used_bytes for node in cluster.nodes]
+        assert after[0] == before[0]
+        assert after[2] > 0
+        await cluster.check(WHOLE)
+
+    run(main)
+
+
+def test_a_job_without_state_takes_another_layout(cluster):
+    async def main():
+        await cluster.nodes[0].coordinator.create(JOB, layout_json(), b"{}")
+        await move(cluster, mesh={"pp": 1, "tp": 4})
+        assert cluster.nodes[2].shown().id.generation == 2
+        assert cluster.nodes[2].shown().id.step is None
+        await cluster.load(WHOLE, step=5)
+        assert (cluster.nodes[2].shown().id.generation, cluster.nodes[2].shown().id.step) == (2, 5)
+        await cluster.check(WHOLE)
+
+    run(main)
+
+
+def test_import_over_a_state_raises_the_generation(cluster):
+    async def main():
+        await ready(cluster)
+        other = tensors_of(build_ptc(parse_layout(layout_json())), seed=1)
+        await cluster.load(other, step=9, by=1)
+        assert (cluster.nodes[0].shown().id.generation, cluster.nodes[0].shown().id.step) == (2, 9)
+        await cluster.check(other)
+
+    run(main)
+
+
+def test_import_names_everything_that_does_not_fit(cluster):
+    async def main():
+        await cluster.nodes[0].coordinator.create(JOB, layout_json(), b"{}")
+        wrong = dict(WHOLE)
+        del wrong["layers/1/w"]
+        wrong["norm"] = WHOLE["layers/0/w"]
+        wrong["extra/bias"] = WHOLE["none"]
+        with pytest.raises(InvalidError) as caught:
+            await cluster.load(wrong)
+        for part in (
+            "3 tensors",
+            "layers/1/w is not in the file",
+            "norm is bfloat16 [7, 8]",
+            "extra/bias is not in",
+        ):
+            assert part in caught.value.message
+        assert "\n" not in caught.value.message
+        assert used(cluster) == [1, 1, 0]
+        wrong = {**WHOLE, "extra/bias": WHOLE["none"]}
+        await cluster.load(wrong, ignore=("extra.*",))
+        await cluster.check(WHOLE)
+
+    run(main)
+
+
+def test_import_refuses_ties_that_differ(cluster):
+    async def main():
+        await cluster.nodes[0].coordinator.create(JOB, layout_json(), b"{}")
+        with pytest.raises(InvalidError, match="emb and head are tied"):
+            await cluster.load({**WHOLE, "head": WHOLE["emb"] * 0})
+        await cluster.load({**WHOLE, "head": WHOLE["emb"]})
+
+    run(main)
+
+
+def test_what_is_so_already_succeeds_and_a_request_runs_once(cluster):
+    async def main():
+        await ready(cluster)
+        await move(cluster, mesh={"pp": 2, "tp": 2}, expected_generation=7)
+        await move(cluster, mesh={"pp": 1, "tp": 4}, request_id="r1")
+        await move(cluster, by=1, mesh={"pp": 4, "tp": 1}, request_id="r1")
+        assert cluster.nodes[0].shown().id.generation == 2
+        with pytest.raises(ConflictError, match="expected 1, the job is at 2"):
+            await move(cluster, mesh={"pp": 4, "tp": 1}, expected_generation=1)
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"target": Target(layout_json(nodes={"node0": [0, 1], "node9": [2, 3]}))}, "node9"),
+        ({"mesh": {"pp": 2, "tp": 3}}, "4 devices"),
+        ({"mesh": {"pp": 2, "tp": 3}, "nodes": {"node0": 0}}, "8 does not divide by 3"),
+        ({"mesh": {"zz": 2}}, "zz"),
+        ({"target": Target(b"{")}, "JSON"),
+        ({"target": Target(layout_json(tensors={}))}, "lacks it"),
+    ],
+)
+def test_bad_layouts_change_nothing(cluster, change, match):
+    async def main():
+        await ready(cluster)
+        before = cluster.nodes[0].shown().id
+        with pytest.raises(InvalidError, match=match) as caught:
+            await move(cluster, **change)
+        assert "\n" not in caught.value.message
+        assert cluster.nodes[0].shown().id == before
+        assert used(cluster) == [1, 1, 0]
+        assert cluster.registry.locks == {}
+        await cluster.check(WHOLE)
+
+    run(main)
+
+
+def test_a_node_that_fails_to_stage_leaves_nothing_behind(cluster):
+    async def main():
+        await ready(cluster)
+        cluster.calls.broken.add(("node1", "stage"))
+        with pytest.raises(UnavailableError, match="node node1"):
+            await move(cluster, mesh={"pp": 1, "tp": 4})
+        assert used(cluster) == [1, 1, 0]
+        await cluster.check(WHOLE)
+
+    run(main)
+
+
+def test_no_room_is_refused_before_anything_moves(tmp_path):
+    cluster = Cluster(tmp_path, 2)
+    cluster.nodes[1].close()
+    cluster.nodes[1].store = cluster.nodes[1].member.store = type(cluster.nodes[1].store).open(
+        tmp_path / "node1", node="node1", limit_bytes=1 << 14
+    )
+
+    async def main():
+        await cluster.nodes[0].coordinator.create(JOB, layout_json(), b"{}")
+        with pytest.raises(NoRoomError, match="node1"):
+            big = layout_json(tensors={"w": {"shape": [1 << 16], "dtype": "int8", "on": {"pp": 1}}})
+            await cluster.nodes[0].coordinator.remove(JOB)
+            await cluster.nodes[0].coordinator.create(JOB, big, b"{}")
+            await cluster.load(tensors_of(build_ptc(parse_layout(big))))
+        assert cluster.nodes[0].shown().id.step is None
+
+    run(main)
+    cluster.close()
+
+
+def test_a_conflict_at_the_commit_drops_the_stage(cluster):
+    async def main():
+        await ready(cluster)
+        cluster.registry.refuse = True
+        with pytest.raises(ConflictError):
+            await move(cluster, mesh={"pp": 1, "tp": 4})
+        assert used(cluster) == [1, 1, 0]
+        cluster.registry.refuse = False
+        await move(cluster, mesh={"pp": 1, "tp": 4})
+        await cluster.check(WHOLE)
+
+    run(main)
+
+
+def test_a_lost_reply_of_the_commit_is_resolved_by_the_head(cluster):
+    async def main():
+        await ready(cluster)
+        cluster.registry.lose_reply = True
+        await move(cluster, mesh={"pp": 1, "tp": 4})
+        assert cluster.nodes[1].shown().id.generation == 2
+        await cluster.check(WHOLE)
+
+    run(main)
+
+
+def test_a_node_that_missed_the_switch_hears_of_it_from_the_registry(cluster):
+    async def main():
+        await ready(cluster)
+        cluster.calls.broken |= {("node1", "switch"), ("node2", "switch")}
+        seen = await move(cluster, mesh={"pp": 1, "tp": 4})
+        assert "node1" in seen[-1].message
+        assert [node.shown().id.generation for node in cluster.nodes] == [2, 1, 1]
+        async with trio.open_nursery() as nursery:
+            for node in cluster.nodes:
+                await nursery.start(node.table.run)
+            assert [node.shown().id.generation for node in cluster.nodes] == [2, 2, 2]
+            await cluster.check(WHOLE)
+            nursery.cancel_scope.cancel()
+
+    run(main)
+
+
+def test_a_restarted_node_shows_the_same_snapshot(cluster):
+    async def main():
+        await ready(cluster)
+        await move(cluster, mesh={"pp": 1, "tp": 4})
+        before = cluster.nodes[0].shown().id
+        for number in range(3):
+            cluster.restart(number)
+        async with trio.open_nursery() as nursery:
+            for node in cluster.nodes:
+                await nursery.start(node.table.run)
+            assert [node.shown().id for node in cluster.nodes] == [before] * 3
+            await cluster.check(WHOLE)
+            nursery.cancel_scope.cancel()
+
+    run(main)
+
+
+def test_a_stage_that_was_committed_while_a_node_was_away_is_shown_when_it_returns(cluster):
+    async def main():
+        await ready(cluster)
+        cluster.calls.broken.add(("node1", "switch"))
+        await move(cluster, mesh={"pp": 1, "tp": 4})
+        node = cluster.restart(1)
+        cluster.calls.broken.clear()
+        async with trio.open_nursery() as nursery:
+            await nursery.start(node.table.run)
+            assert node.shown().id.generation == 2
+            assert [stored.committed for stored in node.store.snapshots()] == [True]
+            await cluster.check(WHOLE)
+            nursery.cancel_scope.cancel()
+
+    run(main)
+
+
+def test_without_the_registry_the_last_committed_snapshot_is_shown(cluster):
+    async def main():
+        await ready(cluster)
+        node = cluster.restart(0)
+        cluster.registry.away = True
+        async with trio.open_nursery() as nursery:
+            await nursery.start(node.table.run)
+            assert node.table.registry_away == "registry: does not answer"
+            assert node.shown().id.step == 0
+            with pytest.raises(UnavailableError):
+                await move(cluster, mesh={"pp": 1, "tp": 4})
+            nursery.cancel_scope.cancel()
+
+    run(main)
+
+
+def test_remove_frees_everything_and_the_name(cluster):
+    async def main():
+        await ready(cluster)
+        await cluster.nodes[2].coordinator.remove(JOB)
+        assert used(cluster) == [0, 0, 0]
+        assert [node.store.used_bytes for node in cluster.nodes] == [0, 0, 0]
+        assert not cluster.nodes[0].member.shown()
+        await ready(cluster)
+        assert cluster.nodes[1].shown().id.generation == 1
+
+    run(main)
+
+
+def test_open_files_and_leases_keep_their_snapshot(cluster):
+    async def main():
+        await ready(cluster)
+        node, other = cluster.nodes[:2]
+        held = node.shown().open_shard(0, "layers/0/w")
+        before = bytes(held.read(0, held.size) or b"")
+        old = node.shown().id.txid
+        lease = other.leases.lease(JOB, old, "", 60)
+        await move(cluster, mesh={"pp": 1, "tp": 4})
+        await other.member.sweep()
+        assert len(other.store.snapshots()) == 2
+        with other.member.open_arrays(JOB, old) as arrays:
+            assert arrays.array(2, "layers/3/w") is not None
+        other.leases.release(lease)
+        await other.member.sweep()
+        assert len(other.store.snapshots()) == 1
+        assert bytes(held.read(0, held.size) or b"") == before
+
+    run(main)
+
+
+def test_unknown_jobs_are_refused(cluster):
+    async def main():
+        with pytest.raises(NotFoundError, match="job gpt: no such job"):
+            await move(cluster, mesh={"pp": 1})
+        with pytest.raises(NotFoundError, match="job gpt: no such job"):
+            await cluster.load(WHOLE)
+
+    run(main)
