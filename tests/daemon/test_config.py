@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tenplexfs.daemon.config import load_config, parse_size
+from tenplexfs.errors import UsageError
+
+NOWHERE = Path("/nowhere/tenplexfs.toml")
+
+
+def load(environ=None, system_file=NOWHERE, **flags):
+    return load_config(
+        flags, environ={"XDG_CONFIG_HOME": "/nowhere", **(environ or {})}, system_file=system_file
+    )
+
+
+def test_defaults_need_nothing():
+    config = load(node="node0")
+    assert config.listen == "127.0.0.1:7070"
+    assert config.registry == "node0"
+    assert config.memory_bytes > 1 << 20
+    assert (config.read_timeout_s, config.retain_s, config.remote_reads) == (60, 600, True)
+
+
+def test_a_flag_wins_over_the_environment_over_own_file_over_the_systems(tmp_path):
+    own = tmp_path / "tenplexfs" / "config.toml"
+    own.parent.mkdir()
+    own.write_text('memory = "2GiB"\nretain = 5\nread_timeout = 7\nremote_reads = false\n')
+    system = tmp_path / "system.toml"
+    system.write_text('memory = "3GiB"\nlisten = "127.0.0.1:9"\n')
+    environ = {"XDG_CONFIG_HOME": str(tmp_path), "TENPLEXFS_MEMORY": "1GiB", "TENPLEXFS_RETAIN": "6"}
+    config = load(environ, system, retain="8", node="n")
+    assert config.retain_s == 8
+    assert config.memory_bytes == 1 << 30
+    assert config.read_timeout_s == 7
+    assert not config.remote_reads
+    assert config.listen == "127.0.0.1:9"
+
+
+def test_peers_and_registry():
+    config = load(node="a", peer=["b=127.0.0.1:1", "c=127.0.0.1:2"], registry="b")
+    assert config.peers == {"b": "127.0.0.1:1", "c": "127.0.0.1:2"}
+    assert load({"TENPLEXFS_PEER": "b=h:1, c=h:2"}, node="a", registry="a").peers == {"b": "h:1", "c": "h:2"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "match"),
+    [
+        ({"peer": ["b=h:1"]}, "registry: with peers"),
+        ({"peer": ["b=h:1"], "registry": "z"}, "registry z: neither"),
+        ({"peer": ["b"]}, "need NODE=HOST:PORT"),
+        ({"peer": ["b=h"]}, "need HOST:PORT"),
+        ({"peer": ["a=h:1"]}, "a is this node"),
+        ({"peer": ["b=h:1", "b=h:2"], "registry": "a"}, "given twice"),
+        ({"node": "a b"}, "node name"),
+        ({"listen": "7070"}, "need HOST:PORT"),
+        ({"listen": "0.0.0.0:7070"}, "--insecure"),
+        ({"memory": "lots"}, "need a size"),
+        ({"memory": "0"}, "need a size"),
+        ({"memory": "101%"}, "need a size"),
+        ({"remote_reads": "perhaps"}, "flag: remote_reads: need on or off"),
+        ({"read_timeout": "-1"}, "need seconds > 0"),
+        ({"no_such": "x"}, "no such setting"),
+    ],
+)
+def test_what_is_wrong_is_named_in_one_line(flags, match):
+    with pytest.raises(UsageError, match=match) as caught:
+        load(**{"node": "a", **flags})
+    assert "\n" not in caught.value.message
+    assert caught.value.exit_status == 2
+
+
+def test_a_broken_file_is_named(tmp_path):
+    file = tmp_path / "x.toml"
+    file.write_text("memory = ")
+    with pytest.raises(UsageError, match=r"x\.toml"):
+        load(system_file=file)
+
+
+def test_insecure_is_asked_for():
+    assert load(node="a", listen="0.0.0.0:7070", insecure="on").insecure
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("8GiB", 8 << 30),
+        ("8Gi", 8 << 30),
+        ("8gib", 8 << 30),
+        ("8GB", 8 * 10**9),
+        ("8G", 8 * 10**9),
+        ("1.5KiB", 1536),
+        ("512", 512),
+        ("512B", 512),
+        ("50%", 500),
+        ("12.5 %", 125),
+    ],
+)
+def test_sizes(text, size):
+    assert parse_size(text, of_bytes=1000) == size
