@@ -77,9 +77,10 @@ def serve(
     switches = {"no_mount": no_mount, "allow_other": allow_other, "insecure": insecure}
     config = load_config(flags | {name: "on" for name, given in switches.items() if given})
     # Imported here: nothing else needs the daemon, and a command should start at once.
-    from tenplexfs.daemon.main import serve as run_daemon
+    from tenplexfs.daemon.app import run
 
-    run_daemon(config)
+    if run(config):
+        raise typer.Exit(1)
 
 
 def status(session: Session) -> None:
