@@ -1,0 +1,1 @@
+"""Composes the parts into one process."""

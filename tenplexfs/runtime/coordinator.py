@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +42,7 @@ Answer = TypeVar("Answer")
 _LOCK_TTL_S = 15.0
 _RETRY_S = 1.0
 _DROP_S = 10.0
+_GUEST_S = 2.0  # how long a node that holds nothing of the job keeps the answer waiting
 
 
 @dataclass(frozen=True)
@@ -389,12 +391,17 @@ class Coordinator:
         late: list[NodeName] = []
 
         async def tell(node: NodeName) -> None:
-            try:
-                await self._calls.switch(node, job, head)
-            except TenplexError as error:
-                log.warning("job %s: node %s has not switched yet: %s", job, node, error)
-                if node in members:
-                    late.append(node)
+            why = "no answer"
+            with trio.move_on_after(math.inf if node in members else _GUEST_S):
+                try:
+                    await self._calls.switch(node, job, head)
+                except TenplexError as error:
+                    why = error.message
+                else:
+                    return
+            log.warning("job %s: node %s has not switched yet: %s", job, node, why)
+            if node in members:
+                late.append(node)
 
         await run_all(partial(tell, node) for node in sorted({*members, *self._endpoints()}))
         return sorted(late)

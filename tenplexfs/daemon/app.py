@@ -1,0 +1,280 @@
+"""The daemon: its parts, put together in one nursery, and their life.
+
+Up: store, registry, peers, jobs, mount, ready. Down, within five seconds whatever hangs: the mount first, so
+that nobody waits for a process that is going; then the calls, then the store.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+
+import trio
+
+from tenplexfs.core.snapshot import TxId
+from tenplexfs.daemon.config import DEFAULT_ROOT_STORE, Config
+from tenplexfs.daemon.logs import setup_logs
+from tenplexfs.daemon.node_calls import Leasing, Nodes
+from tenplexfs.daemon.notify import sd_notify
+from tenplexfs.daemon.peer_service import PeerService
+from tenplexfs.daemon.service import Service
+from tenplexfs.daemon.transactions import Transactions
+from tenplexfs.daemon.view import VERSION, Metrics, View
+from tenplexfs.errors import PreconditionError
+from tenplexfs.fuse.mount import Mount
+from tenplexfs.rpc import server
+from tenplexfs.rpc.connection import Connection
+from tenplexfs.rpc.peer_client import PeerClient
+from tenplexfs.rpc.ranges import Scatter
+from tenplexfs.rpc.registry_client import LocalRegistry, RemoteRegistry
+from tenplexfs.runtime.compute import Compute
+from tenplexfs.runtime.coordinator import Coordinator
+from tenplexfs.runtime.jobs import JobTable
+from tenplexfs.runtime.leases import LeaseKeeper, LeaseTable
+from tenplexfs.runtime.member import Member
+from tenplexfs.runtime.namespace import Control, Namespace, StoreNumbers
+from tenplexfs.runtime.protocols import Registry
+from tenplexfs.storage.directory import REGISTRY
+from tenplexfs.storage.registry_sqlite import SqliteRegistry
+from tenplexfs.storage.store import Store
+
+__all__ = ["run"]
+
+log = logging.getLogger(__name__)
+
+_END_S = 4.5
+_SWITCH_INTERVAL_S = 0.0005  # a thread that computes holds up a read by less
+
+
+def run(config: Config) -> int:
+    """Serves until a signal or a request to stop; returns the exit status.
+
+    Raises:
+        TenplexError: It cannot start; one line that says why.
+    """
+    setup_logs()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    try:
+        trio.run(_serve, config)
+    except BaseExceptionGroup as group:
+        raise _only(group) from group
+    return 0
+
+
+def _only(group: BaseException) -> BaseException:
+    while isinstance(group, BaseExceptionGroup) and len(group.exceptions) == 1:
+        group = group.exceptions[0]
+    return group
+
+
+async def _serve(config: Config) -> None:
+    stop = trio.Event()
+    async with trio.open_nursery() as signals:
+        await signals.start(_listen_for_signals, stop)
+        with _store(config) as store, _compute() as compute:
+            async with trio.open_nursery() as nursery, AsyncExitStack() as stack:
+                await _start(config, store, compute, nursery, stack, stop)
+                sd_notify("READY=1")
+                log.info("node %s: ready, tenplexfs %s, pid %d", config.node, VERSION, os.getpid())
+                await stop.wait()
+                sd_notify("STOPPING=1")
+                log.info("node %s: stopping", config.node)
+                end = threading.Timer(_END_S, _end_now)
+                end.daemon = True
+                end.start()
+                await stack.aclose()
+                nursery.cancel_scope.cancel()
+        end.cancel()
+        signals.cancel_scope.cancel()
+    log.info("node %s: ended", config.node)
+
+
+async def _start(
+    config: Config,
+    store: Store,
+    compute: Compute,
+    nursery: trio.Nursery,
+    stack: AsyncExitStack,
+    stop: trio.Event,
+) -> None:
+    """Starts every part; ``stack`` ends what has an order to end in, ``nursery`` the rest."""
+    client = PeerClient(config.peers)
+    stack.callback(client.close)
+    registry, own_registry = _registry(config, stack)
+    nodes = Nodes(config.node, client, {config.node: config.listen, **config.peers})
+    leases, keeper, metrics = LeaseTable(), LeaseKeeper(Leasing(client)), Metrics()
+    tree = Namespace(
+        _control(config, lambda: view),
+        lambda: StoreNumbers(store.limit_bytes, store.used_bytes),
+        clock_ns=time.time_ns,
+    )
+    member = nodes.member = Member(
+        node=config.node,
+        store=store,
+        tree=tree,
+        peers=client,
+        scatter=Scatter,
+        handles=keeper,
+        leases=leases,
+        compute=compute,
+        read_timeout_s=config.read_timeout_s,
+        retain_s=config.retain_s,
+        remote_reads=config.remote_reads,
+    )
+    coordinator = Coordinator(
+        node=config.node,
+        registry=registry,
+        calls=nodes,
+        compute=compute,
+        endpoints=nodes.endpoints,
+        new_txid=_new_txid,
+        clock_ns=time.time_ns,
+    )
+    table = nodes.table = JobTable(member, registry, coordinator.describe)
+    transactions = Transactions(nursery, table.touch)
+    view = View(config, member, table, transactions, metrics)
+    service = Service(
+        config=config,
+        member=member,
+        table=table,
+        coordinator=coordinator,
+        compute=compute,
+        transactions=transactions,
+        view=view,
+        metrics=metrics,
+        new_txid=_new_txid,
+        stop=stop.set,
+    )
+    peer = PeerService(
+        member=member, table=table, leases=leases, metrics=metrics, nursery=nursery, learn=nodes.learn
+    )
+    await stack.enter_async_context(
+        server.serve(
+            nursery,
+            control=service,
+            peer=peer,
+            ranges=peer,
+            local=service,
+            registry=own_registry,
+            listen=config.listen,
+            socket=_grpc_socket(config),
+        )
+    )
+    nursery.start_soon(keeper.run)
+    nursery.start_soon(member.run)
+    await nursery.start(table.run)
+    if config.mount is not None:
+        mount = await stack.enter_async_context(Mount(tree, config.mount, allow_other=config.allow_other))
+        nursery.start_soon(_stop_when, mount.ended, stop)
+
+
+def _registry(config: Config, stack: AsyncExitStack) -> tuple[Registry, Registry | None]:
+    """Returns the registry, and again when this daemon is the one that serves it."""
+    if config.registry != config.node:
+        connection = Connection(config.peers[config.registry])
+        stack.callback(connection.close)
+        return RemoteRegistry(connection), None
+    directory = config.store / REGISTRY
+    directory.mkdir(mode=0o700, exist_ok=True)
+    core = SqliteRegistry(directory / "registry.sqlite3")
+    stack.callback(core.close)
+    own = LocalRegistry(core)
+    return own, own
+
+
+def _control(config: Config, view: Callable[[], View]) -> Control:
+    """Returns what ``.tenplexfs`` shows; ``view`` is asked at each open."""
+    return Control(
+        files={
+            "version": f"{VERSION}\n".encode,
+            "endpoint": f"{config.socket.absolute()}\n".encode,
+            "status.json": lambda: _document(view().status()),
+            "config.json": lambda: _document(
+                {"format": "tenplexfs-config", "version": 1, **config.document()}
+            ),
+            "metrics": lambda: view().metrics(),
+        },
+        jobs=lambda: view().job_names(),
+        job_files={
+            "status.json": lambda job: _document(view().job_status(job)),
+            "stop": lambda job: b"-\n",
+        },
+    )
+
+
+def _document(content: object) -> bytes:
+    return json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n"
+
+
+async def _stop_when(ended: trio.Event, stop: trio.Event) -> None:
+    await ended.wait()
+    if not stop.is_set():
+        log.warning("the mount was taken away; ending")
+        stop.set()
+
+
+async def _listen_for_signals(
+    stop: trio.Event, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+) -> None:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
+        task_status.started()
+        async for number in received:
+            log.info("got %s", signal.Signals(number).name)
+            stop.set()
+
+
+def _end_now() -> None:
+    log.error("some part does not end; leaving without it")
+    os._exit(1)
+
+
+def _new_txid() -> TxId:
+    return TxId(secrets.token_hex(8))
+
+
+def _grpc_socket(config: Config) -> Path:
+    config.socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return config.socket.with_name(config.socket.name + ".grpc")
+
+
+@contextmanager
+def _compute() -> Iterator[Compute]:
+    compute = Compute()
+    try:
+        yield compute
+    finally:
+        compute.close()
+
+
+@contextmanager
+def _store(config: Config) -> Iterator[Store]:
+    if config.store == DEFAULT_ROOT_STORE:
+        _mount_memory(config.store)
+    store = Store.open(config.store, node=config.node, limit_bytes=config.memory_bytes)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _mount_memory(path: Path) -> None:
+    """Makes the default store of root: a file system in memory of its own, which outlives the daemon."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.is_mount():
+        return
+    command = ["mount", "-t", "tmpfs", "-o", "mode=0700,size=100%", "tenplexfs-store", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise PreconditionError(
+            f"store {path}: a memory file system cannot be mounted ({done.stderr.strip()}); give --store"
+        )

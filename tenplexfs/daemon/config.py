@@ -1,0 +1,268 @@
+"""What the daemon is told: flags, then environment, then files, then defaults, all of one form.
+
+A setting is the same word everywhere: ``--remote-reads off``, ``TENPLEXFS_REMOTE_READS=off``, and in a file
+``remote_reads = "off"``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tenplexfs.core.snapshot import NodeName, check_node_name
+from tenplexfs.errors import TenplexError, UsageError
+
+__all__ = ["DEFAULT_ROOT_STORE", "SETTINGS", "Config", "load_config", "parse_size"]
+
+DEFAULT_ROOT_STORE = Path("/run/tenplexfs/store")
+
+SETTINGS: Mapping[str, str] = {
+    "node": "Name of this node; default: the host name.",
+    "mount": "Where the tree is mounted; default: /mnt/tenplexfs as root, else below XDG_RUNTIME_DIR.",
+    "no_mount": "Serve without a mount (on or off).",
+    "listen": "HOST:PORT for peers and control; default: 127.0.0.1:7070.",
+    "peer": "NODE=HOST:PORT of another daemon; may be given several times.",
+    "registry": "The node whose daemon serves the registry; this one's own name without peers.",
+    "store": "Directory of the state, in memory; default: /run/tenplexfs/store as root, else below /dev/shm.",
+    "socket": "Local socket; default: below /run/tenplexfs as root, else below XDG_RUNTIME_DIR.",
+    "memory": "Limit of the store, as 8GiB, 8Gi or 50%; default: 25%.",
+    "remote_reads": "Whether ranks of other nodes can be read here (on or off); default: on.",
+    "read_timeout": "Seconds that a read waits for another node; default: 60.",
+    "retain": "Seconds that a replaced snapshot is kept for nodes that do not answer; default: 600.",
+    "allow_other": "Let other users read the mount (on or off); default: off.",
+    "insecure": "Listen on an address that is not loopback without TLS (on or off); default: off.",
+}
+"""Name of each setting and what it says, for whoever makes flags of them."""
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
+_LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What one daemon is.
+
+    Attributes:
+        mount: Where the tree is mounted, or None.
+        peers: The other nodes and where they listen.
+        registry: The node that serves the registry.
+        memory_bytes: Limit of the store.
+    """
+
+    node: NodeName
+    mount: Path | None
+    listen: str
+    peers: Mapping[NodeName, str]
+    registry: NodeName
+    store: Path
+    socket: Path
+    memory_bytes: int
+    remote_reads: bool = True
+    read_timeout_s: float = 60.0
+    retain_s: float = 600.0
+    allow_other: bool = False
+    insecure: bool = False
+
+    def document(self) -> dict[str, object]:
+        """Returns the configuration as ``config.json`` shows it."""
+        return {name: str(v) if isinstance(v, Path) else v for name, v in asdict(self).items()}
+
+
+def load_config(
+    flags: Mapping[str, str | Sequence[str] | None],
+    *,
+    environ: Mapping[str, str] | None = None,
+    system_file: Path = Path("/etc/tenplexfs/tenplexfs.toml"),
+) -> Config:
+    """Returns the configuration, complete and checked.
+
+    Args:
+        flags: Settings as given on the command line, by the names of `SETTINGS`; what is None was not given.
+        environ: The environment; the process's own when left out.
+        system_file: Read last.
+
+    Raises:
+        UsageError: A setting is unknown or wrong; names it and where it came from.
+    """
+    environ = os.environ if environ is None else environ
+    home = Path(environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME", "/")) / ".config")
+    own = {name: environ.get(f"TENPLEXFS_{name.upper()}") for name in SETTINGS}
+    layers: list[tuple[str, Mapping[str, object]]] = [
+        ("flag", flags),
+        ("environment", own),
+        *((str(file), _read(file)) for file in (home / "tenplexfs" / "config.toml", system_file)),
+    ]
+    return _complete(_Settings(layers), environ)
+
+
+class _Settings:
+    """The value of each setting from the first place that has it."""
+
+    def __init__(self, layers: list[tuple[str, Mapping[str, object]]]) -> None:
+        self._found: dict[str, tuple[str, object]] = {}
+        for where, values in layers:
+            for name, value in values.items():
+                if name not in SETTINGS:
+                    raise UsageError(f"{where}: {name}: no such setting; there are {', '.join(SETTINGS)}")
+                if value is not None and value != () and name not in self._found:
+                    self._found[name] = (where, value)
+
+    def text(self, name: str) -> str | None:
+        if name not in self._found:
+            return None
+        where, value = self._found[name]
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        if not isinstance(value, str | int | float):
+            raise UsageError(f"{where}: {name}: need one value, got {value!r}")
+        return str(value)
+
+    def texts(self, name: str) -> list[str]:
+        if name not in self._found:
+            return []
+        where, value = self._found[name]
+        if isinstance(value, str):
+            return [part for part in re.split(r"[,\s]+", value) if part]
+        if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+            raise UsageError(f"{where}: {name}: need a list of texts, got {value!r}")
+        return list(value)
+
+    def switch(self, name: str, *, default: bool) -> bool:
+        text = self.text(name)
+        if text is None:
+            return default
+        if text.lower() in ("on", "true", "yes", "1"):
+            return True
+        if text.lower() in ("off", "false", "no", "0"):
+            return False
+        raise UsageError(f"{self._where(name)}: {name}: need on or off, got {text!r}")
+
+    def seconds(self, name: str, default: float) -> float:
+        text = self.text(name)
+        try:
+            value = default if text is None else float(text.removesuffix("s"))
+        except ValueError:
+            value = -1.0
+        if not 0 < value < 1e9:
+            raise UsageError(f"{self._where(name)}: {name}: need seconds > 0, got {text!r}")
+        return value
+
+    def _where(self, name: str) -> str:
+        return self._found[name][0]
+
+
+def _complete(settings: _Settings, environ: Mapping[str, str]) -> Config:
+    is_root = os.geteuid() == 0
+    try:
+        node = check_node_name(settings.text("node") or socket.gethostname().partition(".")[0])
+    except TenplexError as error:
+        raise UsageError(error.message) from error
+    runtime = Path("/run/tenplexfs") if is_root else _user_runtime(environ)
+    listen = _address("listen", settings.text("listen") or "127.0.0.1:7070")
+    insecure = settings.switch("insecure", default=False)
+    if listen.rpartition(":")[0] not in _LOOPBACK and not insecure:
+        raise UsageError(
+            f"listen {listen}: not loopback and without TLS; give --insecure to do so all the same"
+        )
+    peers = _peers(settings.texts("peer"), node)
+    registry = settings.text("registry")
+    if registry is None and peers:
+        raise UsageError("registry: with peers, name the node that serves it: --registry NODE")
+    if registry is not None and registry != node and registry not in peers:
+        raise UsageError(
+            f"registry {registry}: neither this node, {node}, nor a peer: {', '.join(peers) or 'none'}"
+        )
+    if is_root:
+        store, mount = DEFAULT_ROOT_STORE, Path("/mnt/tenplexfs")
+    else:
+        store, mount = Path(f"/dev/shm/tenplexfs-{os.geteuid()}/{node}"), runtime / "mount"
+    return Config(
+        node=node,
+        mount=None if settings.switch("no_mount", default=False) else Path(settings.text("mount") or mount),
+        listen=listen,
+        peers=peers,
+        registry=NodeName(registry or node),
+        store=Path(settings.text("store") or store),
+        socket=Path(settings.text("socket") or runtime / f"{node}.sock"),
+        memory_bytes=parse_size(settings.text("memory") or "25%", of_bytes=_memory_bytes()),
+        remote_reads=settings.switch("remote_reads", default=True),
+        read_timeout_s=settings.seconds("read_timeout", 60.0),
+        retain_s=settings.seconds("retain", 600.0),
+        allow_other=settings.switch("allow_other", default=False),
+        insecure=insecure,
+    )
+
+
+def parse_size(text: str, *, of_bytes: int) -> int:
+    """Returns bytes: ``8GiB`` and ``8Gi`` are binary, ``8GB`` and ``8G`` decimal, ``50%`` is of ``of_bytes``.
+
+    >>> parse_size("8GiB", of_bytes=0), parse_size("8Gi", of_bytes=0), parse_size("50%", of_bytes=10)
+    (8589934592, 8589934592, 5)
+
+    Raises:
+        UsageError: It is no size, or nothing.
+    """
+    stripped = text.strip()
+    if stripped.endswith("%"):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", stripped)
+        size = int(of_bytes * float(match[1]) / 100) if match and float(match[1]) <= 100 else 0
+    else:
+        match = _SIZE.fullmatch(stripped)
+        power = " KMGT".index((match[2] or " ").upper()) if match else 0
+        size = int(float(match[1]) * (1024 if match[3] else 1000) ** power) if match else 0
+    if size <= 0:
+        raise UsageError(f"memory {text!r}: need a size as 8GiB, 8Gi, 500MB or 50%")
+    return size
+
+
+def _memory_bytes() -> int:
+    """Bytes of memory that this process may use: the machine's, or its cgroup's when that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdecimal() else total
+
+
+def _user_runtime(environ: Mapping[str, str]) -> Path:
+    return Path(environ.get("XDG_RUNTIME_DIR") or f"/tmp/tenplexfs-{os.geteuid()}") / "tenplexfs"
+
+
+def _address(name: str, text: str) -> str:
+    host, colon, port = text.rpartition(":")
+    if not (host and colon and port.isdecimal() and int(port) < 65536):
+        raise UsageError(f"{name} {text!r}: need HOST:PORT")
+    return text
+
+
+def _peers(texts: Sequence[str], node: NodeName) -> dict[NodeName, str]:
+    peers: dict[NodeName, str] = {}
+    for text in texts:
+        name, equals, address = text.partition("=")
+        if not equals:
+            raise UsageError(f"peer {text!r}: need NODE=HOST:PORT")
+        try:
+            peer = check_node_name(name)
+        except TenplexError as error:
+            raise UsageError(f"peer {text!r}: {error.message}") from error
+        if peer == node:
+            raise UsageError(f"peer {text!r}: {node} is this node")
+        if peer in peers:
+            raise UsageError(f"peer {text!r}: {peer} is given twice")
+        peers[peer] = _address(f"peer {peer}", address)
+    return peers
+
+
+def _read(file: Path) -> Mapping[str, object]:
+    try:
+        return tomllib.loads(file.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file}: {error}") from error

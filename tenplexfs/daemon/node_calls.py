@@ -1,0 +1,115 @@
+"""Asking nodes: this one directly, others over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+
+import trio
+
+from tenplexfs._pb import peer_pb2
+from tenplexfs.core.snapshot import Head, JobName, NodeName, TxId
+from tenplexfs.rpc.messages import head_to_pb, snapshot_of, snapshot_to_pb
+from tenplexfs.rpc.peer_client import PeerClient
+from tenplexfs.runtime.jobs import JobTable
+from tenplexfs.runtime.member import Member
+from tenplexfs.runtime.orders import Description, StageOrder
+
+__all__ = ["Leasing", "Nodes"]
+
+
+class Nodes:
+    """Implements `runtime.orders.NodeCalls`.
+
+    Attributes:
+        member, table: Of this node; set once they are made, for they need these calls themselves.
+    """
+
+    member: Member
+    table: JobTable
+
+    def __init__(self, here: NodeName, client: PeerClient, endpoints: Mapping[NodeName, str]) -> None:
+        self._here = here
+        self._client = client
+        self._endpoints = dict(endpoints)
+
+    def endpoints(self) -> Mapping[NodeName, str]:
+        """Returns the nodes that are known, this one too, and where they listen."""
+        return dict(self._endpoints)
+
+    def learn(self, endpoints: Mapping[NodeName, str]) -> None:
+        """Takes note of where nodes listen that this one was not told of."""
+        for node, address in endpoints.items():
+            if node not in self._endpoints:
+                self._endpoints[node] = address
+                self._client.connect_to(node, address)
+
+    async def stage(self, node: NodeName, order: StageOrder, report: Callable[[int, int], None]) -> None:
+        """Returns once the node's part is staged."""
+        if node == self._here:
+            await self.member.stage(order, report)
+            return
+        stage = self._client.stage(node, _stage_request(order))
+        async with aclosing(stage) as replies:  # type: ignore[type-var]
+            async for reply in replies:
+                report(reply.bytes_done, reply.bytes_total)
+
+    async def switch(self, node: NodeName, job: JobName, head: Head | None) -> None:
+        """Returns once fresh opens on the node see ``head``."""
+        if node == self._here:
+            await self.table.switch(job, head)
+            return
+        message = None if head is None else head_to_pb(head)
+        await self._client.switch(node, peer_pb2.SwitchRequest(job=job, head=message))
+
+    async def drop(self, node: NodeName, job: JobName, txid: TxId) -> None:
+        """Drops a snapshot."""
+        if node == self._here:
+            await self.member.drop(job, txid)
+            return
+        await self._client.drop(node, peer_pb2.DropRequest(job=job, txid=txid))
+
+    async def describe(self, node: NodeName, job: JobName, txid: TxId) -> Description:
+        """Returns what the node stores of a snapshot."""
+        if node == self._here:
+            await trio.lowlevel.checkpoint()
+            return self.member.describe(job, txid)
+        reply = await self._client.describe(node, peer_pb2.DescribeRequest(job=job, txid=txid))
+        return Description(
+            snapshot_of(reply.snapshot),
+            reply.layout_json.encode(),
+            reply.settings_json.encode(),
+            reply.created_ns,
+            reply.committed,
+        )
+
+
+class Leasing:
+    """Implements `runtime.leases.LeaseCalls`."""
+
+    def __init__(self, client: PeerClient) -> None:
+        self._client = client
+
+    async def lease(self, node: NodeName, job: JobName, txid: TxId, lease_id: str, ttl_s: float) -> str:
+        """Takes a lease or renews it."""
+        request = peer_pb2.LeaseRequest(job=job, txid=txid, lease_id=lease_id, ttl_s=ttl_s)
+        return str((await self._client.lease(node, request)).lease_id)
+
+    async def release(self, node: NodeName, lease_id: str) -> None:
+        """Ends a lease."""
+        await self._client.release(node, peer_pb2.ReleaseRequest(lease_id=lease_id))
+
+
+def _stage_request(order: StageOrder) -> peer_pb2.StageRequest:
+    return peer_pb2.StageRequest(
+        job=order.job,
+        snapshot=snapshot_to_pb(order.snapshot),
+        base_txid=order.base_txid or "",
+        old_layout_json=order.old_layout_json.decode(),
+        new_layout_json=order.new_layout_json.decode(),
+        settings_json=order.settings_json.decode(),
+        coordinator=order.coordinator,
+        drop=order.drop,
+        endpoints={str(node): address for node, address in order.endpoints.items()},
+        created_ns=order.created_ns,
+    )

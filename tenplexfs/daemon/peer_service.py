@@ -1,0 +1,143 @@
+"""What this daemon answers to other daemons."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+
+import trio
+
+from tenplexfs._pb import peer_pb2
+from tenplexfs.core.snapshot import JobName, NodeName, TxId, check_job_name, check_node_name
+from tenplexfs.daemon.view import VERSION, Metrics
+from tenplexfs.errors import NotFoundError, TenplexError
+from tenplexfs.rpc.messages import check_txid, head_of, snapshot_of, snapshot_to_pb
+from tenplexfs.runtime.jobs import JobTable
+from tenplexfs.runtime.leases import LeaseTable
+from tenplexfs.runtime.member import Member
+from tenplexfs.runtime.orders import StageOrder
+from tenplexfs.runtime.protocols import ArraySource
+
+__all__ = ["PeerService"]
+
+
+class PeerService:
+    """Implements `rpc.handlers.PeerHandler` and `RangesHandler`.
+
+    Args:
+        nursery: Where stages run.
+        learn: Takes note of where other nodes listen.
+    """
+
+    def __init__(
+        self,
+        *,
+        member: Member,
+        table: JobTable,
+        leases: LeaseTable,
+        metrics: Metrics,
+        nursery: trio.Nursery,
+        learn: Callable[[Mapping[NodeName, str]], None],
+    ) -> None:
+        self._member = member
+        self._table = table
+        self._leases = leases
+        self._metrics = metrics
+        self._nursery = nursery
+        self._learn = learn
+
+    def open_arrays(self, job: JobName, txid: TxId) -> AbstractContextManager[ArraySource]:
+        """Gives the local arrays of a snapshot. For worker threads."""
+        return self._member.open_arrays(job, txid)
+
+    async def hello(self, request: peer_pb2.HelloRequest) -> peer_pb2.HelloReply:
+        """Returns who this is."""
+        return peer_pb2.HelloReply(
+            node=self._member.node, version=VERSION, incarnation=self._member.store.incarnation
+        )
+
+    async def stage(self, request: peer_pb2.StageRequest) -> AsyncIterator[peer_pb2.StageProgress]:
+        """Makes this node's part of a snapshot; given up when the coordinator goes away."""
+        order = _order(request)
+        self._learn(order.endpoints)
+        send, receive = trio.open_memory_channel[tuple[int, int]](1)
+        counted = 0
+        failures: list[TenplexError] = []
+        scope = trio.CancelScope()
+
+        def report(done: int, total: int) -> None:
+            nonlocal counted
+            self._metrics.staged_bytes.inc(done - counted)
+            counted = done
+            with suppress(trio.WouldBlock, trio.BrokenResourceError):  # the next one tells more
+                send.send_nowait((done, total))
+
+        async def work() -> None:
+            with send, scope:
+                try:
+                    await self._member.stage(order, report)
+                except TenplexError as error:
+                    failures.append(error)
+
+        # Not in a nursery of its own: this is a generator, which may be closed at its yield.
+        self._nursery.start_soon(work)
+        self._table.touch()
+        try:
+            async for done, total in receive:
+                yield peer_pb2.StageProgress(bytes_done=done, bytes_total=total)
+        finally:
+            receive.close()
+            scope.cancel()
+            self._table.touch()
+        if failures:
+            raise failures[0]
+
+    async def switch(self, request: peer_pb2.SwitchRequest) -> peer_pb2.SwitchReply:
+        """Returns once fresh opens see the head."""
+        head = head_of(request.head) if request.HasField("head") else None
+        await self._table.switch(check_job_name(request.job), head)
+        return peer_pb2.SwitchReply()
+
+    async def drop(self, request: peer_pb2.DropRequest) -> peer_pb2.DropReply:
+        """Drops a snapshot."""
+        await self._member.drop(check_job_name(request.job), check_txid(request.txid))
+        return peer_pb2.DropReply()
+
+    async def describe(self, request: peer_pb2.DescribeRequest) -> peer_pb2.DescribeReply:
+        """Returns what is here of a snapshot."""
+        txid = check_txid(request.txid) if request.txid else None
+        found = self._member.describe(check_job_name(request.job), txid)
+        return peer_pb2.DescribeReply(
+            snapshot=snapshot_to_pb(found.snapshot),
+            layout_json=found.layout_json.decode(),
+            settings_json=found.settings_json.decode(),
+            created_ns=found.created_ns,
+            committed=found.committed,
+        )
+
+    async def lease(self, request: peer_pb2.LeaseRequest) -> peer_pb2.LeaseReply:
+        """Keeps the bytes of a snapshot for a while."""
+        job, txid = check_job_name(request.job), check_txid(request.txid)
+        if not self._member.holds(job, txid):
+            raise NotFoundError(f"node {self._member.node}: stores no snapshot {txid} of job {job}")
+        return peer_pb2.LeaseReply(lease_id=self._leases.lease(job, txid, request.lease_id, request.ttl_s))
+
+    async def release(self, request: peer_pb2.ReleaseRequest) -> peer_pb2.ReleaseReply:
+        """Ends a lease."""
+        self._leases.release(request.lease_id)
+        return peer_pb2.ReleaseReply()
+
+
+def _order(request: peer_pb2.StageRequest) -> StageOrder:
+    return StageOrder(
+        job=check_job_name(request.job),
+        snapshot=snapshot_of(request.snapshot),
+        base_txid=check_txid(request.base_txid) if request.base_txid else None,
+        old_layout_json=request.old_layout_json.encode(),
+        new_layout_json=request.new_layout_json.encode(),
+        settings_json=request.settings_json.encode(),
+        coordinator=check_node_name(request.coordinator),
+        drop=tuple(request.drop),
+        endpoints={check_node_name(node): address for node, address in request.endpoints.items()},
+        created_ns=request.created_ns,
+    )

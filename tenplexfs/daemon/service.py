@@ -1,0 +1,259 @@
+"""What the daemon answers to schedulers, people and the local command line."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import trio
+
+from tenplexfs._pb import control_pb2, local_pb2
+from tenplexfs.core.snapshot import Head, NodeName, TxId, check_job_name, check_node_name
+from tenplexfs.daemon.config import Config
+from tenplexfs.daemon.transactions import Transaction, Transactions
+from tenplexfs.daemon.view import VERSION, Metrics, View, progress_message
+from tenplexfs.errors import InvalidError, NotFoundError
+from tenplexfs.runtime.compute import Compute
+from tenplexfs.runtime.coordinator import Change, Coordinator
+from tenplexfs.runtime.importer import Import, import_state
+from tenplexfs.runtime.jobs import JobTable
+from tenplexfs.runtime.member import Member
+from tenplexfs.runtime.orders import Progress, Report
+from tenplexfs.runtime.planning import Target
+from tenplexfs.storage.store import Mismatch
+
+__all__ = ["Service"]
+
+SETTINGS = ("keep_steps",)
+"""Settings of a job; each is a whole number >= 1."""
+
+
+class Service:
+    """Implements `rpc.handlers.ControlHandler` and `LocalHandler`."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        member: Member,
+        table: JobTable,
+        coordinator: Coordinator,
+        compute: Compute,
+        transactions: Transactions,
+        view: View,
+        metrics: Metrics,
+        new_txid: Callable[[], TxId],
+        stop: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._member = member
+        self._table = table
+        self._coordinator = coordinator
+        self._compute = compute
+        self._transactions = transactions
+        self._view = view
+        self._metrics = metrics
+        self._new_txid = new_txid
+        self._stop = stop
+
+    # Control
+
+    async def create_job(self, request: control_pb2.CreateJobRequest) -> control_pb2.Job:
+        """Makes a job without state."""
+        job = check_job_name(request.name)
+        settings = _check_settings(request.settings_json)
+        layout = request.layout_json.encode()
+        if not layout.strip():
+            raise InvalidError(f"job {job}: no layout given")
+        await self._coordinator.create(job, layout, settings)
+        return self._view.job(job)
+
+    async def plan(self, request: control_pb2.PlanRequest) -> control_pb2.PlanSummary:
+        """Says what a reconfiguration would move."""
+        change = Change(check_job_name(request.job), _target(request), tuple(request.drop))
+        summary = await self._coordinator.plan(change, operations=request.operations)
+        return control_pb2.PlanSummary(json=json.dumps({"format": "tenplexfs-plan", "version": 1, **summary}))
+
+    async def reconfigure(
+        self, request: control_pb2.ReconfigureRequest
+    ) -> AsyncIterator[control_pb2.Progress]:
+        """Moves a job to another layout."""
+        job = check_job_name(request.job)
+        change = Change(
+            job,
+            _target(request),
+            tuple(request.drop),
+            request.expected_generation or None,
+            request.request_id,
+        )
+        work = partial(self._coordinator.reconfigure, change)
+        async for message in self._watch(
+            self._transactions.start(job, request.request_id, self._counted(work))
+        ):
+            yield message
+
+    async def notify_resources(
+        self, request: control_pb2.NotifyResourcesRequest
+    ) -> AsyncIterator[control_pb2.Progress]:
+        """Refused: no parallelizer is configured."""
+        raise InvalidError("notify: no parallelizer is configured; call reconfigure with a layout or a mesh")
+        yield control_pb2.Progress()
+
+    async def get_job(self, request: control_pb2.GetJobRequest) -> control_pb2.Job:
+        """Returns a job as it is."""
+        return self._view.job(check_job_name(request.job))
+
+    async def watch_job(self, request: control_pb2.GetJobRequest) -> AsyncIterator[control_pb2.Job]:
+        """Yields a job at each change, until it is removed."""
+        job = check_job_name(request.job)
+        last = None
+        while True:
+            changed = self._table.changed
+            try:
+                now = self._view.job(job)
+            except NotFoundError:
+                if last is None:
+                    raise
+                return
+            if now != last:
+                last = now
+                yield now
+            await changed.wait()
+
+    async def rollback(self, request: control_pb2.RollbackRequest) -> AsyncIterator[control_pb2.Progress]:
+        """Refused: no older step is kept."""
+        raise NotFoundError(f"job {request.job}: step {request.step} is not kept")
+        yield control_pb2.Progress()
+
+    async def abort(self, request: control_pb2.AbortRequest) -> control_pb2.Job:
+        """Drops the transaction that this daemon runs for the job, unless it has committed already."""
+        job = check_job_name(request.job)
+        running = self._transactions.running(job)
+        if running is not None:
+            running.scope.cancel()
+            await running.ended.wait()
+        return self._view.job(job)
+
+    async def remove_job(self, request: control_pb2.RemoveJobRequest) -> control_pb2.Job:
+        """Removes a job and its bytes."""
+        job = check_job_name(request.job)
+        was = self._view.job(job)
+        await self._coordinator.remove(job)
+        return was
+
+    # Local
+
+    async def status(self, request: local_pb2.StatusRequest) -> local_pb2.StatusReply:
+        """Returns the state of the daemon."""
+        return local_pb2.StatusReply(
+            node=self._config.node,
+            version=VERSION,
+            pid=os.getpid(),
+            mount=str(self._config.mount or ""),
+            listen=self._config.listen,
+            store_used_bytes=self._member.store.used_bytes,
+            store_limit_bytes=self._member.store.limit_bytes,
+            jobs=self._view.jobs(),
+            json=json.dumps(self._view.status()),
+        )
+
+    async def list_jobs(self, request: local_pb2.ListJobsRequest) -> local_pb2.ListJobsReply:
+        """Returns every job, by name."""
+        return local_pb2.ListJobsReply(jobs=self._view.jobs())
+
+    async def import_(self, request: local_pb2.ImportRequest) -> AsyncIterator[control_pb2.Progress]:
+        """Gives a job the state of a file."""
+        path = Path(request.path)
+        if not path.is_absolute():
+            raise InvalidError(f"import: path {request.path!r}: need an absolute one")
+        asked = Import(
+            check_job_name(request.job), path, request.step, tuple(request.ignore), request.request_id
+        )
+
+        async def work(report: Report) -> Head:
+            return await import_state(
+                asked,
+                coordinator=self._coordinator,
+                member=self._member,
+                compute=self._compute,
+                new_txid=self._new_txid,
+                report=report,
+            )
+
+        transaction = self._transactions.start(asked.job, asked.request_id, self._counted(work))
+        async for message in self._watch(transaction):
+            yield message
+
+    async def verify(self, request: local_pb2.VerifyRequest) -> AsyncIterator[local_pb2.VerifyReply]:
+        """Makes all sums again."""
+        job = check_job_name(request.job) if request.job else None
+        if job is not None:
+            self._view.job(job)
+        store = self._member.store
+        total = sum(
+            {(r.file, r.offset): r.nbytes for s in store.snapshots(job) for r in s.arrays.values()}.values()
+        )
+        yield local_pb2.VerifyReply(bytes_total=total)
+        found: Iterator[Mismatch] = store.verify(job)
+        while (wrong := await trio.to_thread.run_sync(next, found, None)) is not None:
+            rank, path = wrong.keys[0]
+            mismatch = local_pb2.Mismatch(
+                job=wrong.job, txid=wrong.id.txid, rank=rank, path=path, message=str(wrong)
+            )
+            yield local_pb2.VerifyReply(bytes_total=total, mismatches=[mismatch])
+        yield local_pb2.VerifyReply(bytes_done=total, bytes_total=total)
+
+    async def stop(self, request: local_pb2.StopRequest) -> local_pb2.StopReply:
+        """Answers, then unmounts and ends the daemon."""
+        self._stop()
+        return local_pb2.StopReply()
+
+    # Both
+
+    def _counted(self, work: Callable[[Report], Awaitable[Head]]) -> Callable[[Report], Awaitable[Head]]:
+        async def count(report: Report) -> Head:
+            outcome = "failed"
+            try:
+                head = await work(report)
+                outcome = "done"
+            finally:
+                self._metrics.switches.labels(outcome).inc()
+            return head
+
+        return count
+
+    async def _watch(self, transaction: Transaction) -> AsyncIterator[control_pb2.Progress]:
+        async for progress in transaction.watch():
+            yield progress_message(progress)
+        done = transaction.progress
+        last = Progress("done", done.message, done.nodes, done.plan)
+        yield progress_message(last, self._view.job(transaction.job))
+
+
+def _target(request: control_pb2.PlanRequest | control_pb2.ReconfigureRequest) -> Target:
+    mesh = {axis.name: axis.size for axis in request.mesh}
+    nodes: dict[NodeName, int] = {check_node_name(name): count for name, count in request.nodes.items()}
+    if request.layout_json and (mesh or nodes):
+        raise InvalidError("give a layout, or a mesh with or without nodes, not both")
+    if not (request.layout_json or mesh or nodes):
+        raise InvalidError("give a layout, a mesh or nodes")
+    return Target(request.layout_json.encode(), mesh, nodes or None)
+
+
+def _check_settings(text: str) -> bytes:
+    """Returns the settings as one form, so that equal ones are equal bytes."""
+    try:
+        settings = json.loads(text or "{}")
+    except ValueError as error:
+        raise InvalidError(f"settings: no valid JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise InvalidError("settings: need a JSON object")
+    for name, value in settings.items():
+        if name not in SETTINGS:
+            raise InvalidError(f"setting {name!r}: unknown; there are: {', '.join(SETTINGS)}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InvalidError(f"setting {name!r}: need a whole number >= 1, got {value!r}")
+    return json.dumps(settings, sort_keys=True).encode()
