@@ -27,7 +27,7 @@ if _version_not_supported:
 
 class PeerStub:
     """The daemons' own. Bytes travel by /tenplexfs.v1.Ranges/Fetch, which is not protobuf: one msgpack request, a
-    stream of raw messages of about 1 MiB, and a trailer with their checksums (tenplexfs/rpc/wire.py).
+    stream of raw messages of about 1 MiB, and their checksums between them (tenplexfs/rpc/wire.py).
     """
 
     def __init__(self, channel):
@@ -75,7 +75,7 @@ class PeerStub:
 
 class PeerServicer:
     """The daemons' own. Bytes travel by /tenplexfs.v1.Ranges/Fetch, which is not protobuf: one msgpack request, a
-    stream of raw messages of about 1 MiB, and a trailer with their checksums (tenplexfs/rpc/wire.py).
+    stream of raw messages of about 1 MiB, and their checksums between them (tenplexfs/rpc/wire.py).
     """
 
     def Hello(self, request, context):
@@ -172,7 +172,7 @@ def add_PeerServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Peer:
     """The daemons' own. Bytes travel by /tenplexfs.v1.Ranges/Fetch, which is not protobuf: one msgpack request, a
-    stream of raw messages of about 1 MiB, and a trailer with their checksums (tenplexfs/rpc/wire.py).
+    stream of raw messages of about 1 MiB, and their checksums between them (tenplexfs/rpc/wire.py).
     """
 
     @staticmethod

@@ -1,0 +1,86 @@
+"""`TenplexError` to a gRPC status and back: the one place that maps them, on each side.
+
+On the wire an error is the status code and message, and, in the trailing metadata, ``tenplexfs-error``
+(its code: this is ours, not the transport's) and ``tenplexfs-error-bin`` (JSON: whole message, details).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import grpc
+import trio
+
+from tenplexfs.errors import TenplexError, TimedOutError, UnavailableError, error_from_code
+
+__all__ = ["CLIENT_METADATA", "answer", "error_of", "is_transient"]
+
+CLIENT_METADATA = ("tenplexfs-client", "1")
+"""Says that the client takes long metadata."""
+
+_MARK, _BODY = "tenplexfs-error", "tenplexfs-error-bin"
+# Other clients refuse more than 8 KiB of metadata; the message is sent percent-encoded.
+_SHORT_BYTES, _LONG_BYTES = 1000, 256 << 10
+_TRANSPORT = {"UNAVAILABLE", "CANCELLED", "RESOURCE_EXHAUSTED", "INTERNAL", "UNKNOWN", "ABORTED"}
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def answer(context: grpc.ServicerContext, call: Callable[[], T]) -> T:
+    """Returns what ``call`` returns; ends the gRPC call ``context`` with a status if it raises.
+
+    This is the boundary of the rpc edge: every handler is called through it.
+    """
+    try:
+        return call()
+    except TenplexError as error:
+        _abort(context, error)
+    except (trio.Cancelled, trio.RunFinishedError):
+        _abort(context, UnavailableError("this daemon is going away"))
+    except Exception as error:
+        log.exception("rpc handler failed")
+        _abort(
+            context,
+            TenplexError(f"internal error: {type(error).__name__}: {error}; the daemon's log has more"),
+        )
+    raise AssertionError("abort returned")
+
+
+def _abort(context: grpc.ServicerContext, error: TenplexError) -> None:
+    own = CLIENT_METADATA in {(key, value) for key, value in context.invocation_metadata()}
+    limit = _LONG_BYTES if own else _SHORT_BYTES
+    body = json.dumps({"message": error.message, "details": error.details}, default=str).encode()
+    trailer: list[tuple[str, str | bytes]] = [(_MARK, error.code)]
+    if len(body) <= limit:
+        trailer.append((_BODY, body))
+    context.set_trailing_metadata(tuple(trailer))
+    message = error.message if len(error.message) <= limit else f"{error.message[: limit - 4]} ..."
+    context.abort(getattr(grpc.StatusCode, error.code), message if not own else message[:_SHORT_BYTES])
+
+
+def error_of(raised: grpc.RpcError, what: str) -> TenplexError:
+    """Returns the error of our tree for the ``grpc.RpcError`` that a call raised.
+
+    Args:
+        raised: The ``grpc.RpcError``.
+        what: Whom was asked for what; starts the message when the transport failed, not the daemon.
+    """
+    code, message = raised.code().name, raised.details() or ""
+    trailer = {item[0]: item[1] for item in raised.trailing_metadata() or ()}
+    if _MARK in trailer:
+        body = json.loads(trailer.get(_BODY) or b"{}")
+        return error_from_code(trailer[_MARK], body.get("message", message), **body.get("details", {}))
+    if code == "DEADLINE_EXCEEDED":
+        return TimedOutError(f"{what}: no answer before the deadline")
+    if code in _TRANSPORT:
+        return UnavailableError(f"{what}: {code}: {message}")
+    return error_from_code(code, f"{what}: {message}")
+
+
+def is_transient(error: TenplexError) -> bool:
+    """Returns whether asking again may help."""
+    return isinstance(error, UnavailableError)

@@ -1,0 +1,177 @@
+"""Calls of other daemons: bytes of their snapshots, and the steps of a transaction."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+import grpc
+import trio
+from google.protobuf.message import Message
+
+from tenplexfs._pb import peer_pb2
+from tenplexfs.core.snapshot import JobName, NodeName, TxId
+from tenplexfs.errors import CorruptError, NotFoundError, TimedOutError, UnavailableError
+from tenplexfs.rpc.connection import Cancel, Connection, in_thread
+from tenplexfs.rpc.retries import Retries
+from tenplexfs.rpc.wire import FETCH, FetchRequest, checked, split
+from tenplexfs.runtime.protocols import Ranges
+
+__all__ = ["PeerClient"]
+
+
+class PeerClient:
+    """Asks other daemons; a `tenplexfs.runtime.protocols.PeerReader`. For one trio thread.
+
+    Args:
+        endpoints: Node to ``host:port``; `connect_to` adds more.
+        credentials: For TLS; none: in the clear.
+        token: What the others want to hear, if they do.
+        call_deadline_s: For the short calls.
+        stage_deadline_s: For a whole stage.
+        max_calls: At most so many calls at the same time; each takes a thread.
+    """
+
+    def __init__(
+        self,
+        endpoints: Mapping[NodeName, str],
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        token: str | None = None,
+        call_deadline_s: float = 10.0,
+        stage_deadline_s: float = 24 * 3600.0,
+        max_calls: int = 128,
+    ) -> None:
+        self._endpoints = dict(endpoints)
+        self._credentials = credentials
+        self._token = token
+        self._call_deadline_s = call_deadline_s
+        self._stage_deadline_s = stage_deadline_s
+        self._limiter = trio.CapacityLimiter(max_calls)
+        self._connections: dict[str, Connection] = {}
+
+    def connect_to(self, node: NodeName, endpoint: str) -> None:
+        """Makes ``endpoint`` the address of ``node``."""
+        self._endpoints[node] = endpoint
+
+    def close(self) -> None:
+        """Ends all calls."""
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+
+    def _connection(self, node: NodeName) -> Connection:
+        endpoint = self._endpoints.get(node)
+        if endpoint is None:
+            raise NotFoundError(
+                f"node {node}: no address; this daemon knows {', '.join(sorted(self._endpoints)) or 'none'}"
+            )
+        if endpoint not in self._connections:
+            made = Connection(endpoint, credentials=self._credentials, token=self._token)
+            self._connections[endpoint] = made
+        return self._connections[endpoint]
+
+    async def fetch(
+        self,
+        node: NodeName,
+        job: JobName,
+        txid: TxId,
+        ranges: Sequence[Ranges],
+        write: Callable[[int, bytes], None],
+        *,
+        deadline_s: float,
+    ) -> None:
+        """Streams ``ranges`` in order; the contract is that of `PeerReader.fetch`."""
+        connection = self._connection(node)
+
+        def run(cancel: Cancel) -> None:
+            retries, offset = Retries(deadline_s), 0
+            for batch in split(ranges):
+                offset = _fetch_batch(
+                    connection, FetchRequest(job, txid, 0, batch), offset, write, retries, cancel
+                )
+
+        await in_thread(run, limiter=self._limiter)
+
+    async def _call(self, node: NodeName, method: str, request: Message) -> Message:
+        """Returns the answer to a call that may be made twice, retried until the deadline for short calls."""
+        connection = self._connection(node)
+
+        def run(cancel: Cancel) -> Message:
+            def once(left_s: float) -> Message:
+                return connection.call(method, request, deadline_s=left_s, cancel=cancel)
+
+            return Retries(self._call_deadline_s).run(once, cancel)
+
+        return await in_thread(run, limiter=self._limiter)
+
+    async def hello(self, node: NodeName, request: peer_pb2.HelloRequest) -> peer_pb2.HelloReply:
+        """Returns who ``node`` is."""
+        reply: peer_pb2.HelloReply = await self._call(node, "Peer/Hello", request)
+        return reply
+
+    async def stage(
+        self, node: NodeName, request: peer_pb2.StageRequest
+    ) -> AsyncIterator[peer_pb2.StageProgress]:
+        """Yields the progress of ``node``; ends once it has staged.
+
+        Close it (`aclosing`) to stop the node's work. A stage that is cut off is not tried again: the
+        coordinator knows better whether it still wants it.
+        """
+        connection = self._connection(node)
+        cancel = Cancel()
+        replies = connection.stream("Peer/Stage", request, deadline_s=self._stage_deadline_s, cancel=cancel)
+
+        def following(waiting: Cancel) -> Message | None:
+            waiting.watch(cancel)
+            return next(replies, None)
+
+        try:
+            while (reply := await in_thread(following, limiter=self._limiter)) is not None:
+                yield reply
+        finally:
+            cancel.cancel()
+
+    async def switch(self, node: NodeName, request: peer_pb2.SwitchRequest) -> None:
+        """Tells ``node`` that the head moved; returns once it shows it."""
+        await self._call(node, "Peer/Switch", request)
+
+    async def drop(self, node: NodeName, request: peer_pb2.DropRequest) -> None:
+        """Makes ``node`` drop a snapshot."""
+        await self._call(node, "Peer/Drop", request)
+
+    async def describe(self, node: NodeName, request: peer_pb2.DescribeRequest) -> peer_pb2.DescribeReply:
+        """Returns what ``node`` has of a snapshot."""
+        reply: peer_pb2.DescribeReply = await self._call(node, "Peer/Describe", request)
+        return reply
+
+    async def lease(self, node: NodeName, request: peer_pb2.LeaseRequest) -> peer_pb2.LeaseReply:
+        """Keeps bytes on ``node``."""
+        reply: peer_pb2.LeaseReply = await self._call(node, "Peer/Lease", request)
+        return reply
+
+    async def release(self, node: NodeName, request: peer_pb2.ReleaseRequest) -> None:
+        """Ends a lease on ``node``."""
+        await self._call(node, "Peer/Release", request)
+
+
+def _fetch_batch(
+    connection: Connection,
+    request: FetchRequest,
+    offset: int,
+    write: Callable[[int, bytes], None],
+    retries: Retries,
+    cancel: Cancel,
+) -> int:
+    """Writes what ``request`` asks for from ``offset`` on; returns where it ends. Resumes after failures."""
+    done, total = 0, request.nbytes
+    while done < total:
+        encoded = FetchRequest(request.job, request.txid, done, request.ranges).encode()
+        try:
+            stream = connection.raw_stream(FETCH, encoded, deadline_s=retries.left_s(), cancel=cancel)
+            for message in checked(stream, total - done):
+                write(offset + done, message)
+                done += len(message)
+                retries.progressed()
+        except (UnavailableError, CorruptError, TimedOutError) as error:
+            retries.wait(error, cancel)
+    return offset + total

@@ -1,0 +1,147 @@
+"""The registry as the runtime sees it: in this daemon, or in the one that serves it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import trio
+from google.protobuf.message import Message
+
+from tenplexfs._pb import registry_pb2
+from tenplexfs.core.snapshot import Head, JobName
+from tenplexfs.errors import TimedOutError, UnavailableError
+from tenplexfs.rpc.connection import Cancel, Connection, in_thread
+from tenplexfs.rpc.messages import head_of, head_to_pb
+from tenplexfs.rpc.retries import Retries
+from tenplexfs.runtime.protocols import Lock, RegistryEvent
+from tenplexfs.storage.registry_sqlite import SqliteRegistry
+
+__all__ = ["LocalRegistry", "RemoteRegistry"]
+
+_WATCH_S = 300.0
+_WATCH_WAIT_S = 0.2
+
+
+class LocalRegistry:
+    """The registry of the daemon that owns the file; a `tenplexfs.runtime.protocols.Registry`.
+
+    Every change has to go through this one object, else watchers do not hear of it. For one trio thread.
+    """
+
+    def __init__(self, core: SqliteRegistry) -> None:
+        self._core = core
+        self._changed = trio.Event()
+
+    async def heads(self) -> tuple[int, dict[JobName, Head]]:
+        """Returns the current revision and the head of every job as of it."""
+        return await trio.to_thread.run_sync(self._core.heads)
+
+    async def lock(self, job: JobName, owner: str, *, ttl_s: float) -> Lock:
+        """Takes or renews the job's lock; ConflictError when another owner holds it."""
+        token = await trio.to_thread.run_sync(lambda: self._core.lock(job, owner, ttl_s=ttl_s))
+        return Lock(job, owner, token)
+
+    async def unlock(self, lock: Lock) -> None:
+        """Releases ``lock`` if it is still held."""
+        await trio.to_thread.run_sync(self._core.unlock, lock.job, lock.token)
+
+    async def compare_and_set(self, lock: Lock, expected: Head | None, new: Head | None) -> None:
+        """Moves the head of ``lock.job``; ConflictError when it is another, or the lock is lost."""
+        try:
+            await trio.to_thread.run_sync(self._core.compare_and_set, lock.job, lock.token, expected, new)
+        finally:
+            # also when cancelled: the write may have been made
+            self._changed.set()
+            self._changed = trio.Event()
+
+    async def watch(self, revision: int) -> AsyncIterator[RegistryEvent]:
+        """Yields each change after ``revision``, in order."""
+        while True:
+            changed = self._changed
+            events = await trio.to_thread.run_sync(self._core.events, revision)
+            for number, job, head in events:
+                revision = number
+                yield RegistryEvent(number, job, head)
+            if not events:
+                await changed.wait()
+
+
+class RemoteRegistry:
+    """The registry of another daemon; a `tenplexfs.runtime.protocols.Registry`. For one trio thread.
+
+    Args:
+        connection: To the daemon that serves it.
+        deadline_s: For each call. Calls that may be made twice are tried again until then.
+    """
+
+    def __init__(self, connection: Connection, *, deadline_s: float = 10.0) -> None:
+        self._connection = connection
+        self._deadline_s = deadline_s
+        self._limiter = trio.CapacityLimiter(64)
+
+    async def _call(self, method: str, request: Message, *, again: bool = True) -> Message:
+        def once(cancel: Cancel, deadline_s: float) -> Message:
+            return self._connection.call(f"Registry/{method}", request, deadline_s=deadline_s, cancel=cancel)
+
+        def run(cancel: Cancel) -> Message:
+            if not again:
+                return once(cancel, self._deadline_s)
+            return Retries(self._deadline_s).run(lambda left_s: once(cancel, left_s), cancel)
+
+        try:
+            return await in_thread(run, limiter=self._limiter)
+        except TimedOutError as error:
+            raise UnavailableError(error.message) from error
+
+    async def heads(self) -> tuple[int, dict[JobName, Head]]:
+        """Returns the current revision and the head of every job as of it."""
+        reply = await self._call("Heads", registry_pb2.HeadsRequest())
+        return int(reply.revision), {JobName(job): head_of(head) for job, head in reply.heads.items()}
+
+    async def lock(self, job: JobName, owner: str, *, ttl_s: float) -> Lock:
+        """Takes or renews the job's lock; ConflictError when another owner holds it."""
+        reply = await self._call("Lock", registry_pb2.LockRequest(job=job, owner=owner, ttl_s=ttl_s))
+        return Lock(job, owner, int(reply.token))
+
+    async def unlock(self, lock: Lock) -> None:
+        """Releases ``lock`` if it is still held."""
+        request = registry_pb2.UnlockRequest(job=lock.job, owner=lock.owner, token=lock.token)
+        await self._call("Unlock", request)
+
+    async def compare_and_set(self, lock: Lock, expected: Head | None, new: Head | None) -> None:
+        """Moves the head of ``lock.job``; ConflictError when it is another, or the lock is lost.
+
+        It is tried once: after an UnavailableError only the head says whether it was done.
+        """
+        request = registry_pb2.CompareAndSetRequest(
+            job=lock.job,
+            owner=lock.owner,
+            token=lock.token,
+            expected=None if expected is None else head_to_pb(expected),
+            new=None if new is None else head_to_pb(new),
+        )
+        await self._call("CompareAndSet", request, again=False)
+
+    async def _next(self, events: Iterator[Message], call: Cancel) -> Message | None:
+        def following(cancel: Cancel) -> Message | None:
+            cancel.watch(call)
+            return next(events, None)
+
+        return await in_thread(following, limiter=self._limiter)
+
+    async def watch(self, revision: int) -> AsyncIterator[RegistryEvent]:
+        """Yields each change after ``revision``, in order; reconnects by itself."""
+        while True:
+            call = Cancel()
+            request = registry_pb2.WatchRequest(revision=revision)
+            events = self._connection.stream("Registry/Watch", request, deadline_s=_WATCH_S, cancel=call)
+            try:
+                while (event := await self._next(events, call)) is not None:
+                    revision = int(event.revision)
+                    yield RegistryEvent(
+                        revision, JobName(event.job), head_of(event.head) if event.HasField("head") else None
+                    )
+            except (UnavailableError, TimedOutError):
+                await trio.sleep(_WATCH_WAIT_S)
+            finally:
+                call.cancel()

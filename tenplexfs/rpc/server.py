@@ -1,0 +1,331 @@
+"""The gRPC servers of a daemon: one on TCP for peers and schedulers, one on a Unix socket for this machine.
+
+`grpc.aio` does not run under trio, so these are the synchronous servers: each call has a thread, which waits
+for its handler on the trio thread. The bytes of ranges never pass the trio thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import keyword
+import re
+import socket as sockets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+import trio
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import Message
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from tenplexfs.errors import ExistsError, InvalidError, NotFoundError, UnavailableError
+from tenplexfs.rpc.connection import OPTIONS, SERVICES
+from tenplexfs.rpc.errors import answer
+from tenplexfs.rpc.handlers import ControlHandler, LocalHandler, PeerHandler, RangesHandler
+from tenplexfs.rpc.ranges import gather
+from tenplexfs.rpc.registry_service import RegistryService
+from tenplexfs.rpc.wire import FETCH, FetchRequest, with_sums
+from tenplexfs.runtime.protocols import ArraySource, Ranges, Registry
+
+__all__ = ["serve"]
+
+_THREAD_COUNT = 256
+_AHEAD_COUNT = 16
+
+
+@asynccontextmanager
+async def serve(
+    nursery: trio.Nursery,
+    *,
+    control: ControlHandler,
+    peer: PeerHandler,
+    ranges: RangesHandler,
+    local: LocalHandler,
+    registry: Registry | None = None,
+    listen: str | None,
+    socket: Path | None,
+    credentials: grpc.ServerCredentials | None = None,
+    token: str | None = None,
+    grace_s: float = 0.5,
+) -> AsyncIterator[str]:
+    """Serves until the context ends; gives the address that was bound, "" without ``listen``.
+
+    Args:
+        nursery: Where streams run.
+        control: Served on both.
+        peer: Served on TCP, with ``ranges``.
+        ranges: The bytes that peers ask for.
+        local: Served on the Unix socket.
+        registry: Served on TCP, when this daemon owns it.
+        listen: ``host:port``; port 0 takes a free one.
+        socket: Where the Unix socket is made, for the owner alone.
+        credentials: For TLS on TCP; none: in the clear.
+        token: What calls over TCP must carry, as ``authorization: Bearer <token>``.
+        grace_s: How long running calls may take to end.
+
+    Raises:
+        ExistsError: The address or the socket is in use.
+        InvalidError: There is no such address, or it is not allowed.
+    """
+    edge = _Edge(nursery, trio.lowlevel.current_trio_token())
+    remote: dict[str, object] = {"Control": control, "Peer": peer}
+    if registry is not None:
+        remote["Registry"] = RegistryService(registry)
+    running: list[_Server] = []
+    try:
+        address = ""
+        if listen is not None:
+            over_tcp = _Server(edge, remote, ranges, token)
+            running.append(over_tcp)
+            address = over_tcp.bind(listen, credentials)
+        if socket is not None:
+            over_unix = _Server(edge, {"Control": control, "Local": local}, None, None)
+            running.append(over_unix)
+            over_unix.bind_unix(socket)
+        for server in running:
+            server.start()
+        yield address
+    finally:
+        with trio.CancelScope(shield=True):
+            async with trio.open_nursery() as stopping:
+                for server in running:
+                    stopping.start_soon(trio.to_thread.run_sync, server.stop, grace_s)
+
+
+class _Server:
+    """One gRPC server with its services, health and reflection."""
+
+    def __init__(
+        self, edge: _Edge, handlers: Mapping[str, object], ranges: RangesHandler | None, token: str | None
+    ) -> None:
+        self._pool = ThreadPoolExecutor(_THREAD_COUNT, thread_name_prefix="grpc")
+        interceptors = () if token is None else (_TokenCheck(token),)
+        self._server = grpc.server(
+            self._pool, interceptors=interceptors, options=OPTIONS, maximum_concurrent_rpcs=_THREAD_COUNT
+        )
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = [SERVICES[name].full_name for name in handlers]
+        for name, handler in handlers.items():
+            self._server.add_generic_rpc_handlers((edge.service(SERVICES[name], handler),))
+        if ranges is not None:
+            self._server.add_generic_rpc_handlers((_fetch_service(ranges),))
+        reflection.enable_server_reflection(
+            (*names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+        )
+        for name in ("", *names):
+            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    def bind(self, listen: str, credentials: grpc.ServerCredentials | None) -> str:
+        """Returns the address that was bound, with its port."""
+        _check_free(listen)
+        try:
+            port = (
+                self._server.add_insecure_port(listen)
+                if credentials is None
+                else self._server.add_secure_port(listen, credentials)
+            )
+        except RuntimeError as error:
+            raise ExistsError(f"listen {listen}: cannot be bound: {error}") from error
+        return f"{listen.rpartition(':')[0]}:{port}"
+
+    def bind_unix(self, path: Path) -> None:
+        """Makes the socket, in the place of one that nobody serves."""
+        _clear_socket(path)
+        try:
+            self._server.add_insecure_port(f"unix:{path.absolute()}")
+        except RuntimeError as error:
+            raise InvalidError(f"socket {path}: cannot be made: {error}") from error
+        path.chmod(0o600)
+
+    def start(self) -> None:
+        self._server.start()
+
+    def stop(self, grace_s: float) -> None:
+        """Ends the calls and the threads; blocks."""
+        self._health.enter_graceful_shutdown()
+        self._server.stop(grace_s).wait()
+        self._pool.shutdown()
+
+
+class _Edge:
+    """Runs handlers on the trio thread for calls that wait on gRPC's threads."""
+
+    def __init__(self, nursery: trio.Nursery, token: trio.lowlevel.TrioToken) -> None:
+        self._nursery = nursery
+        self._token = token
+
+    def service(self, descriptor: ServiceDescriptor, handler: object) -> grpc.GenericRpcHandler:
+        """Returns the service of ``descriptor``, answered by the methods of ``handler`` of the same names."""
+        methods = {}
+        for method in descriptor.methods:
+            make, kind = (
+                (self._stream, grpc.unary_stream_rpc_method_handler)
+                if method.server_streaming
+                else (self._unary, grpc.unary_unary_rpc_method_handler)
+            )
+            methods[method.name] = kind(
+                make(getattr(handler, _python_name(method.name))),
+                request_deserializer=method.input_type._concrete_class.FromString,
+                response_serializer=method.output_type._concrete_class.SerializeToString,
+            )
+        return grpc.method_handlers_generic_handler(descriptor.full_name, methods)
+
+    def _scope(self, context: grpc.ServicerContext) -> trio.CancelScope:
+        """Returns a scope that is cancelled when the call is over."""
+        scope = trio.CancelScope()
+
+        def cancel() -> None:
+            # called by the one thread that serves all calls: it must not wait
+            try:
+                self._token.run_sync_soon(scope.cancel)
+            except trio.RunFinishedError:
+                return
+
+        if not context.add_callback(cancel):
+            scope.cancel()
+        return scope
+
+    def _unary(self, method: Callable[[Any], Awaitable[Message]]) -> Callable[[Any, Any], Message]:
+        def serve_one(request: Message, context: grpc.ServicerContext) -> Message:
+            scope = self._scope(context)
+
+            async def call() -> Message:
+                with scope:
+                    return await method(request)
+                raise UnavailableError("the caller went away")
+
+            return answer(context, lambda: trio.from_thread.run(call, trio_token=self._token))
+
+        return serve_one
+
+    def _stream(
+        self, method: Callable[[Any], AsyncIterator[Message]]
+    ) -> Callable[[Any, Any], Iterator[Message]]:
+        def serve_many(request: Message, context: grpc.ServicerContext) -> Iterator[Message]:
+            replies = self._replies(method, request, self._scope(context))
+            while (reply := answer(context, lambda: next(replies, None))) is not None:
+                yield reply
+
+        return serve_many
+
+    def _replies(
+        self, method: Callable[[Any], AsyncIterator[Message]], request: Message, scope: trio.CancelScope
+    ) -> Iterator[Message]:
+        send, receive = trio.open_memory_channel[Any](_AHEAD_COUNT)
+        # what ended the stream; none of ours unless the handler said so
+        end: list[Exception | None] = []
+
+        async def pump() -> None:
+            with send, scope:
+                try:
+                    async with aclosing(method(request)) as replies:  # type: ignore[type-var]
+                        async for reply in replies:
+                            await send.send(reply)
+                    end.append(None)
+                except Exception as error:
+                    end.append(error)
+
+        trio.from_thread.run_sync(self._nursery.start_soon, pump, trio_token=self._token)
+        while True:
+            try:
+                reply = trio.from_thread.run(receive.receive, trio_token=self._token)
+            except trio.EndOfChannel:
+                break
+            yield reply
+        if not end:
+            raise UnavailableError("the stream was cut off: this daemon is going away, or the caller has")
+        if end[0] is not None:
+            raise end[0]
+
+
+def _python_name(method: str) -> str:
+    """Returns the name of a handler's method: CreateJob is ``create_job``, Import is ``import_``."""
+    name = re.sub(r"(?<!^)(?=[A-Z])", "_", method).lower()
+    return f"{name}_" if keyword.iskeyword(name) else name
+
+
+def _fetch_service(handler: RangesHandler) -> grpc.GenericRpcHandler:
+    def messages(data: bytes) -> Iterator[bytes]:
+        request = FetchRequest.decode(data)
+        with handler.open_arrays(request.job, request.txid) as arrays:
+            parts = [(_array(arrays, part, request), part.boxes) for part in request.ranges]
+            yield from with_sums(gather(parts, start=request.start))
+
+    def fetch(data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        stream = messages(data)
+        while (message := answer(context, lambda: next(stream, None))) is not None:
+            yield message
+
+    _, service, method = FETCH.split("/")
+    return grpc.method_handlers_generic_handler(
+        service, {method: grpc.unary_stream_rpc_method_handler(fetch)}
+    )
+
+
+def _array(arrays: ArraySource, part: Ranges, request: FetchRequest) -> npt.NDArray[np.generic]:
+    array = arrays.array(part.rank, part.path)
+    where = f"job {request.job} txid {request.txid} rank {part.rank} tensor {part.path}"
+    if array is None:
+        raise NotFoundError(f"{where}: not on this node")
+    if array.itemsize != part.itemsize:
+        raise InvalidError(f"{where}: need itemsize {array.itemsize}, got {part.itemsize}")
+    return array
+
+
+class _TokenCheck(grpc.ServerInterceptor):  # type: ignore[misc]
+    """Refuses calls that do not carry the token."""
+
+    def __init__(self, token: str) -> None:
+        self._wanted = f"Bearer {token}".encode()
+
+        def refuse(_: Message, context: grpc.ServicerContext) -> None:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong")
+
+        self._refuse = grpc.unary_unary_rpc_method_handler(refuse)
+
+    def intercept_service(
+        self, continuation: Callable[[Any], Any], details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler:
+        """Returns the handler of the call, or one that refuses."""
+        given = str(dict(details.invocation_metadata).get("authorization", ""))
+        return continuation(details) if hmac.compare_digest(given.encode(), self._wanted) else self._refuse
+
+
+def _check_free(listen: str) -> None:
+    """Raises in plain words what gRPC would only call a failure."""
+    host, colon, port = listen.rpartition(":")
+    if not (colon and host and port.isdecimal() and int(port) < 1 << 16):
+        raise InvalidError(f"listen {listen}: need host:port")
+    try:
+        found = sockets.getaddrinfo(host.strip("[]"), int(port), type=sockets.SOCK_STREAM)
+        for family, _, _, _, address in found:
+            sockets.create_server(address, family=family).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ExistsError(
+                f"listen {listen}: the address is in use; choose another by --listen"
+            ) from error
+        raise InvalidError(f"listen {listen}: {error.strerror or error}") from error
+
+
+def _clear_socket(path: Path) -> None:
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise ExistsError(f"socket {path}: is there and is no socket; choose another by --socket")
+    with sockets.socket(sockets.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            path.unlink(missing_ok=True)
+            return
+    raise ExistsError(f"socket {path}: a daemon serves it already; choose another by --socket")

@@ -1,0 +1,182 @@
+"""The embedded registry: heads, locks and their history in one SQLite file of one daemon.
+
+A head is written in the transaction that checks it and the lock, and is on disk before the call returns.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
+from tenplexfs.errors import ConflictError, CorruptError, ExistsError, UnavailableError
+
+__all__ = ["SqliteRegistry"]
+
+_KEPT_COUNT = 10_000
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS heads (job TEXT PRIMARY KEY, revision INTEGER NOT NULL, head TEXT);
+CREATE TABLE IF NOT EXISTS events (revision INTEGER PRIMARY KEY, job TEXT NOT NULL, head TEXT);
+CREATE TABLE IF NOT EXISTS locks (
+    job TEXT PRIMARY KEY, owner TEXT NOT NULL, token INTEGER NOT NULL, ttl_s REAL NOT NULL,
+    expires REAL NOT NULL
+);
+CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
+INSERT OR IGNORE INTO counters VALUES ('revision', 0), ('token', 0);
+"""
+
+
+class SqliteRegistry:
+    """Heads and locks in the file ``path``, made when it is not there. Thread-safe; calls block on the disk.
+
+    Args:
+        path: Belongs to this object alone until `close`.
+        clock: Seconds that never go back; locks expire by it.
+        kept_count: Changes that `events` can tell one by one; of older ones, only what became of each job.
+
+    Raises:
+        ExistsError: Another process has the file.
+        CorruptError: It is no registry.
+    """
+
+    def __init__(
+        self, path: Path, *, clock: Callable[[], float] = time.monotonic, kept_count: int = _KEPT_COUNT
+    ) -> None:
+        self._path = path
+        self._clock = clock
+        self._kept_count = kept_count
+        self._mutex = threading.Lock()
+        self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=0.5)
+        try:
+            self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            self._db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
+            # The clock may have begun anew with the machine: no lock may outlast its time from now.
+            self._db.execute("UPDATE locks SET expires = min(expires, ? + ttl_s)", (clock(),))
+        except sqlite3.OperationalError as error:
+            self._db.close()
+            raise ExistsError(
+                f"registry {path}: in use by another daemon, or not ours to write: {error}"
+            ) from error
+        except sqlite3.DatabaseError as error:
+            self._db.close()
+            raise CorruptError(f"registry {path}: {error}; rebuild it from the nodes' manifests") from error
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._mutex:
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                try:
+                    yield self._db
+                except BaseException:
+                    self._db.execute("ROLLBACK")
+                    raise
+                self._db.execute("COMMIT")
+            except sqlite3.Error as error:
+                raise UnavailableError(f"registry {self._path}: {error}") from error
+
+    def close(self) -> None:
+        """Gives the file back."""
+        with self._mutex:
+            self._db.close()
+
+    def heads(self) -> tuple[int, dict[JobName, Head]]:
+        """Returns the current revision and the head of every job as of it."""
+        with self._transaction() as db:
+            rows = db.execute("SELECT job, head FROM heads WHERE head IS NOT NULL ORDER BY job").fetchall()
+            return _counter(db, "revision"), {JobName(job): _decoded(head) for job, head in rows}
+
+    def lock(self, job: JobName, owner: str, *, ttl_s: float) -> int:
+        """Returns the token of the lock that ``owner`` now has, the same one when it is renewed.
+
+        Raises:
+            ConflictError: Another owner holds it.
+        """
+        now = self._clock()
+        with self._transaction() as db:
+            row = db.execute("SELECT owner, token, expires FROM locks WHERE job = ?", (job,)).fetchone()
+            held = row is not None and row[2] > now
+            if held and row[0] != owner:
+                raise ConflictError(
+                    f"job {job}: locked by {row[0]} for {row[2] - now:.1f} s more", job=job, owner=row[0]
+                )
+            token = row[1] if held else _counter(db, "token", step=1)
+            values = (job, owner, token, ttl_s, now + ttl_s)
+            db.execute("INSERT OR REPLACE INTO locks VALUES (?, ?, ?, ?, ?)", values)
+            return int(token)
+
+    def unlock(self, job: JobName, token: int) -> None:
+        """Releases the lock if ``token`` still holds it."""
+        with self._transaction() as db:
+            db.execute("DELETE FROM locks WHERE job = ? AND token = ?", (job, token))
+
+    def compare_and_set(self, job: JobName, token: int, expected: Head | None, new: Head | None) -> int:
+        """Moves the head of ``job`` from ``expected`` to ``new`` (None: no such job); returns the revision.
+
+        Raises:
+            ConflictError: The head is another, or the lock is lost. Nothing changed.
+        """
+        with self._transaction() as db:
+            lock = db.execute("SELECT owner, token, expires FROM locks WHERE job = ?", (job,)).fetchone()
+            if lock is None or lock[1] != token or lock[2] <= self._clock():
+                holder = f"{lock[0]} has it" if lock is not None and lock[1] != token else "its time is over"
+                raise ConflictError(f"job {job}: the lock is lost, {holder}; nothing changed", job=job)
+            row = db.execute("SELECT head FROM heads WHERE job = ?", (job,)).fetchone()
+            found = _decoded(row[0]) if row is not None and row[0] is not None else None
+            if found != expected:
+                raise ConflictError(
+                    f"job {job}: head is {_named(found)}, expected {_named(expected)}; nothing changed",
+                    job=job,
+                )
+            revision = _counter(db, "revision", step=1)
+            head = None if new is None else _encoded(new)
+            db.execute("INSERT OR REPLACE INTO heads VALUES (?, ?, ?)", (job, revision, head))
+            db.execute("INSERT INTO events VALUES (?, ?, ?)", (revision, job, head))
+            db.execute("DELETE FROM events WHERE revision <= ?", (revision - self._kept_count,))
+            return revision
+
+    def events(self, revision: int) -> list[tuple[int, JobName, Head | None]]:
+        """Returns each change after ``revision``, in order.
+
+        When some of them are no longer known one by one, returns the last change of each job instead.
+        """
+        with self._transaction() as db:
+            (oldest,) = db.execute("SELECT min(revision) FROM events").fetchone()
+            table = "events" if oldest is not None and revision >= oldest - 1 else "heads"
+            rows = db.execute(
+                f"SELECT revision, job, head FROM {table} WHERE revision > ? ORDER BY revision", (revision,)
+            ).fetchall()
+        return [
+            (number, JobName(job), None if head is None else _decoded(head)) for number, job, head in rows
+        ]
+
+
+def _counter(db: sqlite3.Connection, name: str, *, step: int = 0) -> int:
+    if step:
+        db.execute("UPDATE counters SET value = value + ? WHERE name = ?", (step, name))
+    (value,) = db.execute("SELECT value FROM counters WHERE name = ?", (name,)).fetchone()
+    return int(value)
+
+
+def _named(head: Head | None) -> str:
+    return "none" if head is None else str(head.snapshot)
+
+
+def _encoded(head: Head) -> str:
+    snapshot = head.snapshot
+    return json.dumps(
+        [snapshot.generation, snapshot.step, snapshot.txid, head.layout_digest, head.nodes],
+        separators=(",", ":"),
+    )
+
+
+def _decoded(text: str) -> Head:
+    generation, step, txid, digest, nodes = json.loads(text)
+    return Head(SnapshotId(generation, step, TxId(txid)), digest, tuple(map(NodeName, nodes)))
