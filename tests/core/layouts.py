@@ -91,7 +91,7 @@ def held(document, rank):
 
 
 def held_of_group(group, mesh, rank, shards):
-    """Joins the members' raveled shards as (member, index) pairs, cuts the whole, and sorts out who got what."""
+    """Joins the members' raveled shards as (member, index) pairs, cuts the whole, sorts out who got what."""
     coordinate, ways = coordinate_of(mesh, group["axis"], rank)
     members = [path for path in group["members"] if path in shards]
     joined = []
@@ -196,7 +196,7 @@ def documents(draw, shapes, node_names=("a", "b", "c")):
 
 @st.composite
 def extras(draw, mesh, tensors):
-    """Ties a name, moves a tensor to a second mesh, puts some in a flat group; returns what the document gets."""
+    """Ties a name, moves a tensor to a second mesh, groups some; returns what the document gets more."""
     more = {}
     if draw(st.booleans()):
         tensors["tied"] = {"alias": "v"}
