@@ -10,6 +10,7 @@ import numpy as np
 from tenplexfs.core.cells import Cells, boxed_cells, check_cells, flat_runs, flattened
 from tenplexfs.core.explicit import explicit_cells
 from tenplexfs.core.layout import (
+    Axis,
     ByIndex,
     Cut,
     FlatCut,
@@ -50,6 +51,7 @@ class _Builder:
         self._table_of: dict[bytes, int] = {}
         self._mask_of: dict[bytes, int] = {}
         self._cut_alike: dict[object, int] = {}
+        self._on_alike: dict[object, int] = {}
         self._covered: dict[tuple[tuple[int, int], ...], Boxes | None] = {}
 
     def build(self) -> PTC:
@@ -116,22 +118,33 @@ class _Builder:
         return number
 
     def _mask(self, entry: TensorEntry, values: dict[str, int]) -> int:
-        what = f"tensor {expand_name(entry.key, values)!r}"
-        mesh = self.layout.mesh_named(entry.mesh)
+        where_to = tuple(
+            (axis, where.owner[values[where.by]] if isinstance(where, ByIndex) else where)
+            for axis, where in entry.on
+        )
+        alike = (entry.mesh, where_to)
+        if alike not in self._on_alike:
+            what = f"tensor {expand_name(entry.key, values)!r}"
+            self._on_alike[alike] = self._intern_mask(self._ranks_on(what, entry.mesh, where_to))
+        return self._on_alike[alike]
+
+    def _ranks_on(
+        self, what: str, mesh_name: str | None, where_to: tuple[tuple[Axis, tuple[int, ...]], ...]
+    ) -> Mask:
+        mesh = self.layout.mesh_named(mesh_name)
         mask = np.ones(mesh.size, bool)
-        for axis, where in entry.on:
+        for axis, wanted in where_to:
             try:
                 size = mesh.size_of(axis)
             except InvalidError as error:
                 raise InvalidError(f"{what}: on: {error}") from None
-            wanted = where.owner[values[where.by]] if isinstance(where, ByIndex) else where
             for coordinate in wanted:
                 if not -size <= coordinate < size:
                     raise InvalidError(
                         f"{what}: on {axis_text(axis)}: coordinate {coordinate} of an axis of size {size}"
                     )
             mask &= np.isin(mesh.coordinates(axis), [c % size for c in wanted])
-        return self._intern_mask(mask)
+        return mask
 
     def _explicit_form(self) -> Iterator[Placement]:
         explicit = self.layout.explicit

@@ -6,7 +6,7 @@ disjoint boxes, and the overlaps of the two. Nodes are numbers in the order of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -17,7 +17,7 @@ from tenplexfs.core.ptc import PTC, Placement, Tensor
 from tenplexfs.core.region import Boxes, Ints, box_volumes, disjoint_atoms, expand_spans, join
 from tenplexfs.errors import InvalidError
 
-__all__ = ["Match", "Pair", "Side", "match_tensors", "meet"]
+__all__ = ["Match", "Pair", "Side", "match_all", "match_tensors"]
 
 Flags = npt.NDArray[np.bool_]
 Key = tuple[tuple[int, int], ...]
@@ -124,7 +124,7 @@ class Side:
 _WIDE = 1 << 40
 
 
-def make_side(ptc: PTC, key: Key, node_numbers: Mapping[str, int]) -> Side:
+def _make_side(ptc: PTC, key: Key, node_numbers: Mapping[str, int]) -> Side:
     """Collects what the tensors of one kind are made of in ``ptc``."""
     node_of = np.empty(ptc.world_size, np.int64)
     for node, ranks in ptc.nodes.items():
@@ -207,10 +207,22 @@ class Match:
         return int(self.sizes.sum())
 
 
-def meet(pairs: Sequence[Pair], old: PTC, new: PTC, node_numbers: Mapping[str, int]) -> Match:
-    """Works out the match of tensors that have one `Pair.key`."""
-    held = make_side(old, pairs[0].key[0], node_numbers)
-    wanted = make_side(new, pairs[0].key[1], node_numbers)
+def match_all(pairs: Iterable[Pair], old: PTC, new: PTC, node_numbers: Mapping[str, int]) -> Iterator[Match]:
+    """Yields the match of each kind of tensors: those that have one `Pair.key`."""
+    kinds: dict[tuple[Key, Key], list[Pair]] = {}
+    for pair in pairs:
+        kinds.setdefault(pair.key, []).append(pair)
+    held: dict[Key, Side] = {}
+    wanted: dict[Key, Side] = {}
+    for (old_key, new_key), alike in kinds.items():
+        if old_key not in held:
+            held[old_key] = _make_side(old, old_key, node_numbers)
+        if new_key not in wanted:
+            wanted[new_key] = _make_side(new, new_key, node_numbers)
+        yield _meet(alike, held[old_key], wanted[new_key])
+
+
+def _meet(pairs: Sequence[Pair], held: Side, wanted: Side) -> Match:
     s, u = join(held.atoms, wanted.atoms)
     by = np.lexsort((s, u))
     s, u = s[by], u[by]

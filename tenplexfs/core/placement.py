@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from tenplexfs.core.build import build_ptc
 from tenplexfs.core.layout import Layout
-from tenplexfs.core.matching import Flags, Pair, match_tensors, meet
+from tenplexfs.core.matching import Flags, match_all, match_tensors
 from tenplexfs.core.ptc import PTC
 from tenplexfs.core.region import Ints
 from tenplexfs.core.snapshot import NodeName
@@ -93,14 +93,11 @@ def _wishes(old: PTC, layout: Layout, blocks: Sequence[Ints], drop: Sequence[str
     new = build_ptc(replace(layout, nodes=alone, devices=()))
     everyone = [*names, *(name for name, _ in alone), *(node for node in old.nodes if node not in names)]
     numbers = {name: number for number, name in enumerate(everyone)}
-    groups: dict[object, list[Pair]] = {}
-    for pair in match_tensors(old, new, drop):
-        groups.setdefault(pair.key, []).append(pair)
+    pairs = match_tensors(old, new, drop)
     classes: dict[bytes, int] = {}
     weight: list[int] = []
     wants: list[Flags] = []
-    for pairs in groups.values():
-        match = meet(pairs, old, new, numbers)
+    for match in match_all(pairs, old, new, numbers):
         first = len(names)
         wanted = match.wanted.on_node[first : first + len(blocks), match.overlap_wanted]
         held = match.held.on_node[: len(names), match.overlap_held]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tenplexfs.core.balance import balanced_quotas, deal
-from tenplexfs.core.matching import Flags, Match, Pair, match_tensors, meet
+from tenplexfs.core.matching import Flags, Match, match_all, match_tensors
 from tenplexfs.core.ptc import PTC
 from tenplexfs.core.region import Ints
 
@@ -38,12 +38,10 @@ def plan(old: PTC, new: PTC, *, drop: Sequence[str] = ()) -> Plan:
 
     Cost: linear in the overlaps of distinct pieces, times the nodes that need them.
     """
-    groups: dict[object, list[Pair]] = {}
-    for pair in match_tensors(old, new, drop):
-        groups.setdefault(pair.key, []).append(pair)
+    pairs = match_tensors(old, new, drop)
     nodes = tuple(sorted({*old.nodes, *new.nodes}))
     numbers = {node: number for number, node in enumerate(nodes)}
-    return Plan(old, new, nodes, tuple(meet(pairs, old, new, numbers) for pairs in groups.values()))
+    return Plan(old, new, nodes, tuple(match_all(pairs, old, new, numbers)))
 
 
 class Plan:
