@@ -1,0 +1,106 @@
+"""Daemons of tenplexfs as child processes on this machine, for the demo and the benchmarks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+TENPLEXFS = [sys.executable, "-m", "tenplexfs"]
+START_S = 30.0
+STOP_S = 15.0
+
+
+def run(*arguments: object) -> Any:  # noqa: ANN401 - JSON
+    """Runs one command of tenplexfs and returns its JSON."""
+    command = [*TENPLEXFS, *map(str, arguments), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr or json.loads(done.stdout)["error"]["message"]
+        raise SystemExit(f"tenplexfs {' '.join(command[3:-1])}: exit {done.returncode}: {said}")
+    return json.loads(done.stdout)
+
+
+class Node:
+    """One daemon, started at once; `wait` says when it is up."""
+
+    def __init__(self, name: str, base: Path, store: Path, ports: dict[str, int], *, mount: bool) -> None:
+        self.name = name
+        self.address = f"127.0.0.1:{ports[name]}"
+        self.socket = base / f"{name}.sock"
+        self.mount = base / "mnt" / name if mount else None
+        self.store = store / name
+        self._log = base / f"{name}.log"
+        command = [
+            *TENPLEXFS,
+            "serve",
+            "--node",
+            name,
+            "--listen",
+            self.address,
+            "--registry",
+            next(iter(ports)),
+        ]
+        command += ["--store", str(self.store), "--socket", str(self.socket), "--memory", "50%"]
+        for peer, port in ports.items():
+            command += [] if peer == name else ["--peer", f"{peer}=127.0.0.1:{port}"]
+        if self.mount is None:
+            command += ["--no-mount"]
+        else:
+            self.mount.mkdir(parents=True)
+            command += ["--mount", str(self.mount)]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+    def wait(self) -> None:
+        """Returns once the daemon answers."""
+        deadline = time.monotonic() + START_S
+        while self.process.poll() is None and time.monotonic() < deadline:
+            status = [*TENPLEXFS, "status", "--socket", str(self.socket)]
+            if subprocess.run(status, capture_output=True, check=False).returncode == 0:
+                return
+        raise SystemExit(f"{self.name} did not start:\n{self._log.read_text()}")
+
+    def stop(self) -> None:
+        """Ends the daemon, which takes its mount away."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        if self.mount is not None and os.path.ismount(self.mount):
+            subprocess.run(["fusermount3", "-uqz", str(self.mount)], check=False)
+
+
+@contextmanager
+def cluster(names: Sequence[str], *, mount: bool = True) -> Iterator[list[Node]]:
+    """Daemons that know each other, in directories of their own; all of it is gone afterwards."""
+    with ExitStack() as stack:
+        base = Path(tempfile.mkdtemp(prefix="tenplexfs-"))
+        store = Path(tempfile.mkdtemp(prefix="tenplexfs-", dir="/dev/shm"))
+        for directory in (base, store):
+            stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        with ExitStack() as probes:
+            sockets = [probes.enter_context(socket.socket()) for _ in names]
+            for probe in sockets:
+                probe.bind(("127.0.0.1", 0))
+            ports = {name: probe.getsockname()[1] for name, probe in zip(names, sockets, strict=True)}
+        nodes = []
+        for name in names:
+            nodes.append(Node(name, base, store, ports, mount=mount))
+            stack.callback(nodes[-1].stop)
+        for node in nodes:
+            node.wait()
+        yield nodes
