@@ -19,18 +19,18 @@ __all__ = ["balanced_quotas", "deal"]
 _ROUNDS = 60
 
 
-def balanced_quotas(candidates: Sequence[Ints], demands: Sequence[int], node_count: int) -> list[Ints]:
+def balanced_quotas(candidates: Sequence[Ints], demands: Sequence[int], load: Ints) -> list[Ints]:
     """Splits each demand over its candidates.
 
     Args:
         candidates: For each demand the numbers of the nodes that can serve it, at least one.
         demands: Bytes.
-        node_count: Number of nodes.
+        load: (nodes,), bytes that each node sends in any case.
 
     Returns:
         For each demand the bytes of each candidate; they sum to the demand.
     """
-    load = np.zeros(node_count, np.int64)
+    load = load.copy()
     quotas = []
     for nodes, demand in zip(candidates, demands, strict=True):
         quotas.append(_level(load[nodes], demand))

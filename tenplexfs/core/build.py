@@ -52,7 +52,8 @@ class _Builder:
         self._mask_of: dict[bytes, int] = {}
         self._cut_alike: dict[object, int] = {}
         self._on_alike: dict[object, int] = {}
-        self._covered: dict[tuple[tuple[int, int], ...], Boxes | None] = {}
+        self._cells_held: dict[tuple[int, int], tuple[int, bytes]] = {}
+        self._covered: dict[tuple[tuple[int, bytes], ...], Boxes | None] = {}
 
     def build(self) -> PTC:
         if len(self.entries) != len(self.layout.tensors):
@@ -221,7 +222,7 @@ class _Builder:
         return out
 
     def _check_cover(self, path: str, names: tuple[Placement, ...]) -> None:
-        key = tuple(sorted({(placement.cells, placement.mask) for placement in names}))
+        key = tuple(sorted({self._held_cells(placement.cells, placement.mask) for placement in names}))
         if key not in self._covered:
             self._covered[key] = self._uncovered(names[0].tensor.shape, key)
         hole = self._covered[key]
@@ -231,14 +232,23 @@ class _Builder:
                 f"tensor {path!r}: no rank holds [{region}] of its shape {list(names[0].tensor.shape)}"
             )
 
-    def _uncovered(self, shape: tuple[int, ...], key: tuple[tuple[int, int], ...]) -> Boxes | None:
+    def _held_cells(self, table: int, mask: int) -> tuple[int, bytes]:
+        """Returns the table and which of its cells some rank of the mask holds; the same for many masks."""
+        key = (table, mask)
+        if key not in self._cells_held:
+            cells = self.tables[table]
+            held = np.zeros(len(cells.local_shapes), bool)
+            held[cells.of_rank[self.masks[mask] & (cells.of_rank >= 0)]] = True
+            self._cells_held[key] = (table, held.tobytes())
+        return self._cells_held[key]
+
+    def _uncovered(self, shape: tuple[int, ...], key: tuple[tuple[int, bytes], ...]) -> Boxes | None:
         """Returns a box (2, ndim) that nobody holds, or None."""
         whole = np.stack([np.zeros(len(shape), np.int64), np.array(shape, np.int64)])[None]
         pieces = []
-        for table_number, mask_number in key:
+        for table_number, held in key:
             table = self.tables[table_number]
-            held = np.unique(table.of_rank[self.masks[mask_number]])
-            pieces.append(table.pieces[np.isin(table.piece_cell, held)])
+            pieces.append(table.pieces[np.frombuffer(held, bool)[table.piece_cell]])
         atoms = disjoint_atoms(np.concatenate(pieces))[0]
         volume = int(box_volumes(whole)[0])
         if int(box_volumes(atoms).sum()) == volume:

@@ -136,26 +136,30 @@ def _choose_sources(matches: Sequence[Match], node_count: int) -> tuple[Ints, ..
     candidates: list[Ints] = []
     demands: list[int] = []
     of_rows: list[Ints] = []
+    load = np.zeros(node_count, np.int64)
     for m in matches:
-        atoms = m.overlap_held[m.row_overlap[m.moved]]
-        unique, inverse = np.unique(atoms, return_inverse=True)
-        ids = np.empty(len(unique), np.int64)
-        for k, column in enumerate(m.held.on_node[:, unique].T):
-            ids[k] = number.setdefault(column.tobytes(), len(number))
+        atoms, of_row = np.unique(m.overlap_held[m.row_overlap[m.moved]], return_inverse=True)
+        holders = m.held.on_node[:, atoms]
+        nbytes = np.zeros(len(atoms), np.int64)
+        np.add.at(nbytes, of_row, m.row_volumes[m.moved] * m.element_bytes)
+        # What one node alone holds needs no choice: the node stands for it as -1 - node.
+        ids = -1 - holders.argmax(axis=0)
+        alone = holders.sum(axis=0) == 1
+        np.add.at(load, -1 - ids[alone], nbytes[alone])
+        for k in np.flatnonzero(~alone).tolist():
+            ids[k] = number.setdefault(holders[:, k].tobytes(), len(number))
             if ids[k] == len(candidates):
-                candidates.append(np.flatnonzero(column))
+                candidates.append(np.flatnonzero(holders[:, k]))
                 demands.append(0)
-        of_row = ids[inverse.reshape(-1)]
-        of_rows.append(of_row)
-        for k, volume in zip(of_row.tolist(), m.row_volumes[m.moved].tolist(), strict=True):
-            demands[k] += volume * m.element_bytes
-    quotas = balanced_quotas(candidates, demands, node_count)
+            demands[ids[k]] += int(nbytes[k])
+        of_rows.append(ids[of_row])
+    quotas = balanced_quotas(candidates, demands, load)
     dealt = [0] * len(candidates)
     out = []
     for m, of_row in zip(matches, of_rows, strict=True):
         sizes = m.row_volumes[m.moved][:, None] * m.sizes
-        chosen = np.empty(sizes.shape, np.int64)
-        for k in np.unique(of_row).tolist():
+        chosen = np.repeat((-1 - of_row)[:, None], len(m.sizes), axis=1)
+        for k in np.unique(of_row[of_row >= 0]).tolist():
             mine = of_row == k
             part = sizes[mine]
             chosen[mine] = candidates[k][deal(part.ravel(), dealt[k], quotas[k])].reshape(part.shape)

@@ -112,7 +112,7 @@ def expand_spans(lows: Ints, highs: Ints) -> tuple[Ints, Ints]:
 def join(a: Boxes, b: Boxes) -> tuple[Ints, Ints]:
     """Returns the index pairs (i, j), sorted, for which ``a[i]`` and ``b[j]`` share at least one element.
 
-    Cost: sorts ``b`` along the dim that tells its boxes best apart, then looks only at boxes that meet in it:
+    Cost: sorts ``b`` along each dim, takes the one in which the fewest boxes meet, and looks only at those:
     linear in the overlaps where the boxes are cut along one dim more than along the others.
     """
     ndim = a.shape[2]
@@ -121,11 +121,14 @@ def join(a: Boxes, b: Boxes) -> tuple[Ints, Ints]:
     if ndim == 0:
         first, second = np.divmod(np.arange(len(a) * len(b)), len(b))
         return first, second
-    dim = max(range(ndim), key=lambda d: len(np.unique(b[:, 0, d])))
-    order = np.argsort(b[:, 0, dim], kind="stable")
-    starts, reach = b[order, 0, dim], np.maximum.accumulate(b[order, 1, dim])
-    lows = np.searchsorted(reach, a[:, 0, dim], side="right")
-    highs = np.searchsorted(starts, a[:, 1, dim], side="left")
+    found: list[tuple[int, Ints, Ints, Ints]] = []
+    for dim in range(ndim):
+        order = np.argsort(b[:, 0, dim], kind="stable")
+        reach = np.maximum.accumulate(b[order, 1, dim])
+        lows = np.searchsorted(reach, a[:, 0, dim], side="right")
+        highs = np.searchsorted(b[order, 0, dim], a[:, 1, dim], side="left")
+        found.append((int(np.maximum(highs - lows, 0).sum()), order, lows, highs))
+    _, order, lows, highs = min(found, key=lambda candidate: candidate[0])
     i, place = expand_spans(lows, highs)
     j = order[place]
     shared = np.minimum(a[i, 1], b[j, 1]) > np.maximum(a[i, 0], b[j, 0])
