@@ -13,9 +13,10 @@ import trio
 from tenplexfs.core.snapshot import JobName, NodeName, TxId
 from tenplexfs.errors import NotFoundError, TenplexError
 
-__all__ = ["LeaseCalls", "LeaseKeeper", "LeaseTable", "NoLeases"]
+__all__ = ["LeaseCalls", "LeaseKeeper", "LeaseTable"]
 
 TTL_S = 60.0
+_SETTLE_S = 2.0
 
 
 class LeaseCalls(Protocol):
@@ -84,6 +85,7 @@ class LeaseKeeper:
         self._handles: Counter[tuple[NodeName, JobName, TxId]] = Counter()
         self._ids: dict[tuple[NodeName, JobName, TxId], str] = {}
         self._changed = trio.Event()
+        self._adjusting = trio.Lock()
 
     def hold(self, node: NodeName, job: JobName, txid: TxId) -> None:
         """Counts one more handle that reads ``txid`` from ``node``."""
@@ -100,19 +102,27 @@ class LeaseKeeper:
             del self._handles[key]
             self._changed.set()
 
+    async def settle(self) -> None:
+        """Returns once every handle has its lease, or after a moment where a node does not answer."""
+        with trio.move_on_after(_SETTLE_S):
+            await self._adjust(renew=False)
+
     async def run(self) -> None:
         """Keeps leases and handles the same, until cancelled."""
         while True:
             with trio.move_on_after(self._ttl_s / 3) as waited:
                 await self._changed.wait()
             self._changed = trio.Event()
-            async with trio.open_nursery() as nursery:
-                for key in list(self._ids):
-                    if key not in self._handles:
-                        nursery.start_soon(self._release, key)
-                for key in list(self._handles):
-                    if waited.cancelled_caught or key not in self._ids:
-                        nursery.start_soon(self._renew, key)
+            await self._adjust(renew=waited.cancelled_caught)
+
+    async def _adjust(self, *, renew: bool) -> None:
+        async with self._adjusting, trio.open_nursery() as nursery:
+            for key in list(self._ids):
+                if key not in self._handles:
+                    nursery.start_soon(self._release, key)
+            for key in list(self._handles):
+                if renew or key not in self._ids:
+                    nursery.start_soon(self._renew, key)
 
     async def _renew(self, key: tuple[NodeName, JobName, TxId]) -> None:
         lease = partial(self._calls.lease, *key, ttl_s=self._ttl_s)
@@ -129,13 +139,3 @@ class LeaseKeeper:
             await self._calls.release(key[0], lease_id)
         except TenplexError:  # it ends by itself
             return
-
-
-class NoLeases:
-    """Where nothing is remote."""
-
-    def hold(self, node: NodeName, job: JobName, txid: TxId) -> None:
-        """Nothing to hold."""
-
-    def drop(self, node: NodeName, job: JobName, txid: TxId) -> None:
-        """Nothing to drop."""

@@ -58,6 +58,7 @@ class _Retired:
     job: JobName
     since_s: float
     released: bool  # all nodes show the next one
+    held_on: tuple[NodeName, ...]  # where bytes are kept for handles of this node
 
 
 class Member:
@@ -310,6 +311,8 @@ class Member:
         )
         if before is not None:
             self._retire(job, before, released=False)
+            # Before the coordinator hears that this node has switched, and lets the others drop the old one.
+            await self._handles.settle()
         log.info("job %s: shows %s", job, head.snapshot)
 
     async def show_last(self, job: JobName) -> None:
@@ -352,7 +355,12 @@ class Member:
     # What happens behind.
 
     def _retire(self, job: JobName, shown: Shown, *, released: bool) -> None:
-        self._retired[shown.head.snapshot.txid] = _Retired(shown, job, trio.current_time(), released)
+        handles = self._tree.open_handles(shown.slot)
+        # Whoever has a file or directory open goes on reading there, also what is on other nodes.
+        held_on = shown.view.fetcher.others() if handles.files or handles.directories else ()
+        shown.view.fetcher.hold(held_on)
+        txid = shown.head.snapshot.txid
+        self._retired[txid] = _Retired(shown, job, trio.current_time(), released, held_on)
 
     async def sweep(self) -> None:
         """Frees what is past and what nobody holds."""
@@ -364,6 +372,7 @@ class Member:
             if handles.files or (waited_for and not expired):
                 continue
             del self._retired[txid]
+            retired.shown.view.fetcher.drop(retired.held_on)
             self._tree.free(retired.shown.slot)
             retired.shown.view.arrays.release()
             await trio.to_thread.run_sync(self.store.drop, retired.job, txid)

@@ -57,6 +57,10 @@ class Handles(Protocol):
         """Counts one less."""
         ...
 
+    async def settle(self) -> None:
+        """Returns once the other nodes know, as far as they answer."""
+        ...
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -106,6 +110,10 @@ class Fetcher:
         for node in nodes:
             self.handles.drop(node, self.job, self.txid)
 
+    def others(self) -> tuple[NodeName, ...]:
+        """Returns every other node that holds a part of the snapshot."""
+        return tuple(sorted({*self.rank_nodes.values()} - {self.here}))
+
     async def fetch(self, wanted: Sequence[Wanted]) -> list[Bytes]:
         """Returns the bytes of each item, whole.
 
@@ -149,7 +157,10 @@ class Fetcher:
             left_s = max(until_s - trio.current_time(), 0.001) / (len(nodes) - turn)
             try:
                 await self.peers.fetch(node, self.job, self.txid, ranges, landing.write, deadline_s=left_s)
-            except (NotFoundError, StaleError, UnavailableError, TimedOutError, CorruptError) as error:
+            except (NotFoundError, StaleError) as error:
+                failure = UnavailableError(f"{_names(wanted)}: node {node} freed it: {error.message}")
+                continue
+            except (UnavailableError, TimedOutError, CorruptError) as error:
                 failure = error
                 continue
             return landing.whole(node)

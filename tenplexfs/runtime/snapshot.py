@@ -94,7 +94,7 @@ class Snapshot:
         self.ptc = ptc
         self.created_ns = created_ns
         self.arrays = arrays
-        self._fetcher = fetcher
+        self.fetcher = fetcher
 
     def document(self, name: str) -> bytes:
         """Returns ``job.json``, ``layout.json`` or ``ptc/<rank>.json``; the same bytes at each call.
@@ -126,7 +126,7 @@ class Snapshot:
         if 0 in shard.local_shape:
             return LocalFile(memoryview(header))
         holder = next(each for each in self.ptc.holders(path) if (rank, path) in each.keys)
-        return self._stored(holder) or RemoteShard(self._fetcher, header, holder, tensor.itemsize)
+        return self._stored(holder) or RemoteShard(self.fetcher, header, holder, tensor.itemsize)
 
     def open_full(self, path: str) -> FileContent:
         """Opens the .npy of the whole tensor ``path`` (as shown).
@@ -139,7 +139,7 @@ class Snapshot:
         whole = next((holder for holder in holders if _is_whole(holder.shard, tensor.shape)), None)
         header = npy.header(tensor.shape, tensor.dtype)
         here = self._stored(whole) if whole is not None else None
-        return here or FullTensor(self._fetcher, header, tensor, holders, self.arrays)
+        return here or FullTensor(self.fetcher, header, tensor, holders, self.arrays)
 
     def _stored(self, holder: Holder) -> LocalFile | None:
         views = (self.arrays.file(rank, path) for rank, path in holder.keys)

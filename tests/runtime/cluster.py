@@ -145,6 +145,9 @@ class Handles:
     def drop(self, node: NodeName, job: JobName, txid: TxId) -> None:
         self.held[node, job, txid] -= 1
 
+    async def settle(self) -> None:
+        await trio.lowlevel.checkpoint()
+
 
 @dataclass
 class Arrays:
