@@ -234,8 +234,8 @@ def main() -> None:
     console.print(table)
     where = "read through two mounts" if mount else "read through gRPC"
     console.print(
-        f"\n[green]Proved:[/green] under {len(table.rows)} layouts, {files:,} files, {where}, are the slices that"
-        " numpy cuts from the original, byte for byte; every plan moved its lower bound. All is cleaned up."
+        f"\n[green]Proved:[/green] under {len(table.rows)} layouts, {files:,} files, {where}, are the slices"
+        " that numpy cuts from the original, byte for byte; every plan moved its lower bound. All is gone."
     )
 
 
