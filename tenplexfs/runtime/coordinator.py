@@ -155,7 +155,7 @@ class Coordinator:
         async def body(lock: Lock, head: Head | None) -> Head:
             head = _existing(job, head)
             base = await self.describe(job, head)
-            wanted = await self._compute(resolve, change.target, base.layout_json, self._node)
+            wanted = await self._wanted(change, head, base)
             if txid == head.snapshot.txid or wanted.digest == head.layout_digest:
                 return head
             check_expected(head, change.expected_generation)
@@ -177,9 +177,19 @@ class Coordinator:
         _, heads = await self._registry.heads()
         head = _existing(change.job, heads.get(change.job))
         base = await self.describe(change.job, head)
-        wanted = await self._compute(resolve, change.target, base.layout_json, self._node)
+        wanted = await self._wanted(change, head, base)
         return await self._compute(
             plan_summary, base.layout_json, wanted.layout_json, change.drop, operations=operations
+        )
+
+    async def _wanted(self, change: Change, head: Head, base: Description) -> Resolved:
+        return await self._compute(
+            resolve,
+            change.target,
+            base.layout_json,
+            self._node,
+            has_state=head.snapshot.step is not None,
+            drop=change.drop,
         )
 
     async def replace_state(

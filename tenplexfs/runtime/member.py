@@ -369,7 +369,8 @@ class Member:
             expired = now_s - retired.since_s > self._retain_s
             handles = self._tree.open_handles(retired.shown.slot)
             waited_for = not retired.released or handles.directories or self._leases.count(txid)
-            if handles.files or (waited_for and not expired):
+            is_held = handles.files or (waited_for and not expired)
+            if is_held or self._retired.get(txid) is not retired:  # another sweep may have been quicker
                 continue
             del self._retired[txid]
             retired.shown.view.fetcher.drop(retired.held_on)

@@ -14,10 +14,12 @@ from tenplexfs.core.derive import derive_layout
 from tenplexfs.core.layout import Layout, Mesh, TensorEntry, place_in_order
 from tenplexfs.core.node_part import NodePart, node_part
 from tenplexfs.core.paths import name_of_path
+from tenplexfs.core.placement import place
 from tenplexfs.core.planner import plan
 from tenplexfs.core.ptc import PTC
 from tenplexfs.core.region import disjoint_atoms
 from tenplexfs.core.snapshot import NodeName
+from tenplexfs.core.transfers import list_transfers
 from tenplexfs.errors import InvalidError
 from tenplexfs.formats.layout_json import layout_digest, layout_text, parse_layout
 
@@ -134,13 +136,22 @@ def _survives(ptc: PTC) -> int:
     return max(least - 1, 0)
 
 
-def resolve(target: Target, committed_json: bytes | None, here: NodeName) -> Resolved:
+def resolve(
+    target: Target,
+    committed_json: bytes | None,
+    here: NodeName,
+    *,
+    has_state: bool = False,
+    drop: Sequence[str] = (),
+) -> Resolved:
     """Returns the layout that ``target`` stands for.
 
     Args:
         target: What is wanted.
         committed_json: The layout of the job now; None when there is none.
         here: The node that takes all ranks where nobody says otherwise.
+        has_state: Whether there are bytes to move, so that ranks are placed where the least is moved.
+        drop: Patterns of tensors that the new layout may lack.
 
     Raises:
         InvalidError: It is refused; one line.
@@ -159,6 +170,8 @@ def resolve(target: Target, committed_json: bytes | None, here: NodeName) -> Res
             None if target.nodes is None else {node: n or None for node, n in target.nodes.items()}
         )
         layout = derive_layout(parse_layout(committed_json), target.mesh, nodes)
+    if committed_json is not None and has_state:
+        layout = place(_built(committed_json), layout, drop=drop)
     layout = build_ptc(place_in_order(layout, here)).layout
     holding = tuple(sorted(node for node, ranks in layout.nodes if ranks))
     return Resolved(layout_text(layout), layout_digest(layout), holding)
@@ -168,7 +181,8 @@ def plan_summary(
     old_json: bytes, new_json: bytes, drop: Sequence[str], *, operations: bool = False
 ) -> dict[str, object]:
     """Returns what ``plan --json`` prints."""
-    return plan(_built(old_json), _built(new_json), drop=drop).summary()
+    made = plan(_built(old_json), _built(new_json), drop=drop)
+    return {**made.summary(), **({"transfers": list(list_transfers(made))} if operations else {})}
 
 
 def stage_part(old_json: bytes, new_json: bytes, drop: Sequence[str], node: NodeName) -> StagePart:

@@ -109,6 +109,8 @@ class Staging:
         """
         await trio.to_thread.run_sync(self._reserve)
         targets = self._fresh()
+        for target in targets:
+            _check_whole(target)
         fetches = self._fetches(targets)
         copied = sum(_local_bytes(target) for target in targets)
         self._total_bytes = copied + sum(each.nbytes for items in fetches.values() for each in items)
@@ -226,6 +228,17 @@ def _moves(target: Target, *ways: str) -> Iterator[Moves]:
 def _local_bytes(target: Target) -> int:
     moves = _moves(target, "local", "kept")
     return sum(int(box_volumes(move.target_boxes).sum()) for move in moves) * itemsize_of(target.dtype)
+
+
+def _check_whole(target: Target) -> None:
+    """Refuses a plan that leaves elements of an array out: they would be zeros."""
+    boxes = [m.target_boxes for m in target.moves if m.way != "shared"]
+    boxes += [copies.target_boxes for copies in target.copies]
+    found = sum(int(box_volumes(each).sum()) for each in boxes)
+    wanted = sum(piece.region.volume for piece in target.shard.pieces)
+    if found != wanted:
+        rank, path = target.keys[0]
+        raise CorruptError(f"plan: {path} of rank {rank} gets {found} elements, needs {wanted}")
 
 
 def _as_boxed(array: Array, boxes: Boxes) -> Array:

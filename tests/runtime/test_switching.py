@@ -104,6 +104,21 @@ def test_old_snapshots_are_dropped_and_nothing_is_copied_that_stays(cluster):
     run(main)
 
 
+def test_a_layout_that_gives_devices_keeps_ranks_where_their_bytes_are(cluster):
+    async def main():
+        await ready(cluster, nodes={"node0": [2, 3], "node1": [0, 1]})
+        await move(cluster, target=Target(layout_json(nodes={"node0": 2, "node1": 2})))
+        assert dict(cluster.nodes[0].shown().ptc.nodes) == {"node0": (2, 3), "node1": (0, 1)}
+        listed = await cluster.nodes[1].coordinator.plan(
+            Change(JOB, Target(mesh={"pp": 1, "tp": 4})), operations=True
+        )
+        assert listed["bytes"]["moved"] == listed["bytes"]["moved_lower_bound"] > 0
+        assert any(transfer["wire"] for transfer in listed["transfers"])
+        await cluster.check(WHOLE)
+
+    run(main)
+
+
 def test_a_job_without_state_takes_another_layout(cluster):
     async def main():
         await cluster.nodes[0].coordinator.create(JOB, layout_json(), b"{}")
