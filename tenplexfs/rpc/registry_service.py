@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 
 from tenplexfs._pb import registry_pb2
 from tenplexfs.core.snapshot import JobName, check_job_name
@@ -52,9 +53,10 @@ class RegistryService:
 
     async def watch(self, request: registry_pb2.WatchRequest) -> AsyncIterator[registry_pb2.HeadEvent]:
         """Yields each change."""
-        async for event in self._registry.watch(int(request.revision)):
-            head = None if event.head is None else head_to_pb(event.head)
-            yield registry_pb2.HeadEvent(revision=event.revision, job=event.job, head=head)
+        async with aclosing(self._registry.watch(int(request.revision))) as events:  # type: ignore[type-var]
+            async for event in events:
+                head = None if event.head is None else head_to_pb(event.head)
+                yield registry_pb2.HeadEvent(revision=event.revision, job=event.job, head=head)
 
 
 def _lock(request: registry_pb2.UnlockRequest | registry_pb2.CompareAndSetRequest) -> Lock:

@@ -30,6 +30,7 @@ from tenplexfs.errors import ExistsError, InvalidError, NotFoundError, Unavailab
 from tenplexfs.rpc.connection import OPTIONS, SERVICES
 from tenplexfs.rpc.errors import answer
 from tenplexfs.rpc.handlers import ControlHandler, LocalHandler, PeerHandler, RangesHandler
+from tenplexfs.rpc.memory import keep_freed_memory
 from tenplexfs.rpc.ranges import gather
 from tenplexfs.rpc.registry_service import RegistryService
 from tenplexfs.rpc.wire import FETCH, FetchRequest, with_sums
@@ -75,6 +76,7 @@ async def serve(
         ExistsError: The address or the socket is in use.
         InvalidError: There is no such address, or it is not allowed.
     """
+    keep_freed_memory()
     edge = _Edge(nursery, trio.lowlevel.current_trio_token())
     remote: dict[str, object] = {"Control": control, "Peer": peer}
     if registry is not None:

@@ -175,9 +175,9 @@ def checked(stream: Iterator[bytes], nbytes: int) -> Iterator[bytes]:
         if got != sums:
             where = f"stream of {nbytes} bytes, before byte {nbytes - left}"
             raise CorruptError(f"{where}: checksums are {got.hex()}, sent as {sums.hex()}")
+        if not left and (extra := next(stream, None)) is not None:
+            raise CorruptError(f"stream of {nbytes} bytes: got {len(extra)} more")
         yield from group
-    if (extra := next(stream, None)) is not None:
-        raise CorruptError(f"stream of {nbytes} bytes: got {len(extra)} more")
 
 
 def _next(stream: Iterator[bytes], at: int, nbytes: int) -> bytes:
