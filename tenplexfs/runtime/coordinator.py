@@ -13,12 +13,11 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 import trio
 
 from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
-from tenplexfs.core.transaction import Outcome, after_lost_reply, check_expected, next_snapshot
+from tenplexfs.core.transaction import check_expected, next_snapshot
 from tenplexfs.errors import (
     ConflictError,
     ExistsError,
@@ -28,6 +27,7 @@ from tenplexfs.errors import (
     UnavailableError,
 )
 from tenplexfs.runtime.compute import Compute
+from tenplexfs.runtime.heads import HeadMover
 from tenplexfs.runtime.orders import Description, NodeCalls, Progress, Report, StageOrder
 from tenplexfs.runtime.planning import Resolved, Target, plan_summary, resolve
 from tenplexfs.runtime.protocols import Lock, Registry
@@ -37,10 +37,6 @@ __all__ = ["Change", "Coordinator", "State"]
 
 log = logging.getLogger(__name__)
 
-Answer = TypeVar("Answer")
-
-_LOCK_TTL_S = 15.0
-_RETRY_S = 1.0
 _DROP_S = 10.0
 _GUEST_S = 2.0  # how long a node that holds nothing of the job keeps the answer waiting
 
@@ -91,7 +87,6 @@ class Coordinator:
     Args:
         node: This one.
         endpoints: The nodes that are known now, this one too, and where they listen.
-        describe: What this node knows of the committed snapshot of a job, if it does.
         new_txid: Makes a fresh name for a transaction.
         clock_ns: Wall clock.
     """
@@ -106,16 +101,15 @@ class Coordinator:
         endpoints: Callable[[], Mapping[NodeName, str]],
         new_txid: Callable[[], TxId],
         clock_ns: Callable[[], int],
-        lock_ttl_s: float = _LOCK_TTL_S,
     ) -> None:
         self._node = node
         self._registry = registry
+        self._heads = HeadMover(registry)
         self._calls = calls
         self._compute = compute
         self._endpoints = endpoints
         self._new_txid = new_txid
         self._clock_ns = clock_ns
-        self._lock_ttl_s = lock_ttl_s
 
     async def create(self, job: JobName, layout_json: bytes, settings_json: bytes) -> Head:
         """Makes a job without state; returns its head, also when it is there already with the same layout.
@@ -141,7 +135,7 @@ class Coordinator:
                 lock, None, snapshot, wanted, None, (), settings_json, Progress("staging"), _mute
             )
 
-        return await self._under_lock(job, txid, body)
+        return await self._heads.under_lock(job, f"{self._node}:{txid}", body)
 
     async def reconfigure(self, change: Change, report: Report) -> Head:
         """Moves a job to another layout; returns the head, at once when the job is so already.
@@ -170,7 +164,7 @@ class Coordinator:
                 lock, head, snapshot, wanted, source, change.drop, base.settings_json, planned, report
             )
 
-        return await self._under_lock(job, txid, body)
+        return await self._heads.under_lock(job, f"{self._node}:{txid}", body)
 
     async def plan(self, change: Change, *, operations: bool) -> dict[str, object]:
         """Returns what `reconfigure` would move, as ``plan --json`` prints it; changes nothing."""
@@ -224,7 +218,7 @@ class Coordinator:
                 lock, head, snapshot, wanted, source, (), known.settings_json, planned, report
             )
 
-        return await self._under_lock(job, txid, body)
+        return await self._heads.under_lock(job, f"{self._node}:{txid}", body)
 
     async def remove(self, job: JobName) -> Head | None:
         """Removes a job and its bytes, also leftovers of one that is gone; returns what its head was."""
@@ -232,11 +226,11 @@ class Coordinator:
 
         async def body(lock: Lock, head: Head | None) -> Head | None:
             if head is not None:
-                await self._commit(lock, head, None)
+                await self._heads.commit(lock, head, None)
             await self._announce(job, None, (self._node, *(head.nodes if head is not None else ())))
             return head
 
-        return await self._under_lock(job, txid, body)
+        return await self._heads.under_lock(job, f"{self._node}:{txid}", body)
 
     async def describe(self, job: JobName, head: Head) -> Description:
         """Returns the committed layout of a job, from this node or from one that holds it.
@@ -251,47 +245,6 @@ class Coordinator:
             except TenplexError as error:
                 failure = error
         raise UnavailableError(f"job {job}: none of its nodes {', '.join(head.nodes)} answers: {failure}")
-
-    async def _under_lock(
-        self, job: JobName, txid: TxId, body: Callable[[Lock, Head | None], Awaitable[Answer]]
-    ) -> Answer:
-        """Runs ``body`` with the lock of ``job`` and its head as of then; a lost lock cancels it."""
-        lock = await self._registry.lock(job, f"{self._node}:{txid}", ttl_s=self._lock_ttl_s)
-        failures: list[TenplexError] = []
-        answers: list[Answer] = []
-
-        async def renew(scope: trio.CancelScope) -> None:
-            while True:
-                await trio.sleep(self._lock_ttl_s / 3)
-                try:
-                    await self._registry.lock(job, lock.owner, ttl_s=self._lock_ttl_s)
-                except ConflictError as error:
-                    failures.append(error)
-                    scope.cancel()
-                except UnavailableError as error:  # the compare-and-set will tell
-                    log.warning("job %s: the lock could not be renewed: %s", job, error)
-
-        try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(renew, nursery.cancel_scope)
-                try:
-                    _, heads = await self._registry.heads()
-                    answers.append(await body(lock, heads.get(job)))
-                except TenplexError as error:
-                    failures.append(error)
-                nursery.cancel_scope.cancel()
-        finally:
-            with trio.move_on_after(_DROP_S, shield=True):
-                await self._unlock(lock)
-        if answers:
-            return answers[0]
-        raise failures[0]
-
-    async def _unlock(self, lock: Lock) -> None:
-        try:
-            await self._registry.unlock(lock)
-        except TenplexError as error:  # it ends by itself
-            log.warning("job %s: the lock could not be given back: %s", lock.job, error)
 
     async def _switch(
         self,
@@ -327,7 +280,7 @@ class Coordinator:
             raise
         report(replace(staged, phase="committing"))
         try:
-            await self._commit(lock, head, new)
+            await self._heads.commit(lock, head, new)
         except ConflictError:
             with trio.move_on_after(_DROP_S, shield=True):
                 await self._drop(job, snapshot.txid, wanted.nodes)
@@ -360,39 +313,6 @@ class Coordinator:
 
         await run_all(partial(stage, node) for node in nodes)
         return replace(planned, nodes=dict(done))
-
-    async def _commit(self, lock: Lock, expected: Head | None, new: Head | None) -> None:
-        """Moves the head; returns when it is known to have moved.
-
-        Raises:
-            ConflictError: It has not, and never will.
-        """
-        lost: TenplexError | None = None
-        while True:
-            with trio.CancelScope(shield=True):
-                try:
-                    await self._registry.compare_and_set(lock, expected, new)
-                except UnavailableError as error:
-                    lost = error
-                except ConflictError:
-                    if lost is None:
-                        raise
-                else:
-                    return
-                outcome = await self._outcome(lock.job, expected, new)
-            if outcome is Outcome.COMMITTED:
-                return
-            if outcome is Outcome.LOST:
-                raise ConflictError(f"job {lock.job}: somebody else moved the head; plan again")
-            log.warning("job %s: undecided until the registry answers: %s", lock.job, lost)
-            await trio.sleep(_RETRY_S)
-
-    async def _outcome(self, job: JobName, expected: Head | None, new: Head | None) -> Outcome | None:
-        try:
-            _, heads = await self._registry.heads()
-        except UnavailableError:
-            return None
-        return after_lost_reply(expected, new, heads.get(job))
 
     async def _announce(
         self, job: JobName, head: Head | None, members: tuple[NodeName, ...]

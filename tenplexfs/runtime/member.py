@@ -16,12 +16,12 @@ from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
 from tenplexfs.core.transaction import is_older, settle
 from tenplexfs.errors import ConflictError, CorruptError, NotFoundError, PreconditionError, TenplexError
 from tenplexfs.runtime.compute import Compute
+from tenplexfs.runtime.fetching import Fetcher, Handles
 from tenplexfs.runtime.leases import LeaseTable
 from tenplexfs.runtime.namespace import Namespace
 from tenplexfs.runtime.orders import Description, StageOrder
 from tenplexfs.runtime.planning import Expanded, StagePart, expand, stage_part
 from tenplexfs.runtime.protocols import ArraySource, PeerReader
-from tenplexfs.runtime.reading import Fetcher, Handles
 from tenplexfs.runtime.snapshot import LocalArrays, NoArrays, Snapshot, rank_nodes
 from tenplexfs.runtime.staging import Base, ScatterFactory, Staging
 from tenplexfs.storage.store import Store, StoredSnapshot

@@ -15,8 +15,9 @@ from tenplexfs.core.region import Region
 from tenplexfs.core.snapshot import JobName, NodeName, SnapshotId
 from tenplexfs.errors import NotFoundError
 from tenplexfs.formats import npy
+from tenplexfs.runtime.fetching import Fetcher
 from tenplexfs.runtime.protocols import FileContent
-from tenplexfs.runtime.reading import Fetcher, FullTensor, LocalFile, RemoteShard
+from tenplexfs.runtime.reading import FullTensor, LocalFile, RemoteShard
 
 __all__ = ["LocalArrays", "NoArrays", "Snapshot", "job_document", "rank_nodes"]
 

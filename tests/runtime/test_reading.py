@@ -16,8 +16,8 @@ from tenplexfs.core.snapshot import NodeName, SnapshotId, TxId
 from tenplexfs.errors import NotFoundError, PreconditionError, TimedOutError, UnavailableError
 from tenplexfs.formats import npy
 from tenplexfs.formats.layout_json import parse_layout
+from tenplexfs.runtime.fetching import Fetcher
 from tenplexfs.runtime.protocols import FileContent
-from tenplexfs.runtime.reading import Fetcher
 from tenplexfs.runtime.snapshot import Snapshot, rank_nodes
 from tests.runtime.cluster import JOB, Arrays, Handles, Peers, layout_json, shard_of, tensors_of
 

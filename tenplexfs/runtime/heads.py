@@ -1,0 +1,110 @@
+"""Moving a job's head in the registry: under its lock, once, and known for sure."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import trio
+
+from tenplexfs.core.snapshot import Head, JobName
+from tenplexfs.core.transaction import Outcome, after_lost_reply
+from tenplexfs.errors import ConflictError, TenplexError, UnavailableError
+from tenplexfs.runtime.protocols import Lock, Registry
+
+__all__ = ["HeadMover"]
+
+log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+_LOCK_TTL_S = 15.0
+_RETRY_S = 1.0
+_UNLOCK_S = 10.0
+
+
+class HeadMover:
+    """What a coordinator does with the registry.
+
+    Args:
+        lock_ttl_s: After so long without a renewal somebody else may take a job's lock.
+    """
+
+    def __init__(self, registry: Registry, *, lock_ttl_s: float = _LOCK_TTL_S) -> None:
+        self._registry = registry
+        self._lock_ttl_s = lock_ttl_s
+
+    async def under_lock(
+        self, job: JobName, owner: str, body: Callable[[Lock, Head | None], Awaitable[Answer]]
+    ) -> Answer:
+        """Runs ``body`` with the lock of ``job`` and its head as of then; a lost lock cancels it."""
+        lock = await self._registry.lock(job, owner, ttl_s=self._lock_ttl_s)
+        failures: list[TenplexError] = []
+        answers: list[Answer] = []
+
+        async def renew(scope: trio.CancelScope) -> None:
+            while True:
+                await trio.sleep(self._lock_ttl_s / 3)
+                try:
+                    await self._registry.lock(job, lock.owner, ttl_s=self._lock_ttl_s)
+                except ConflictError as error:
+                    failures.append(error)
+                    scope.cancel()
+                except UnavailableError as error:  # the compare-and-set will tell
+                    log.warning("job %s: the lock could not be renewed: %s", job, error)
+
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(renew, nursery.cancel_scope)
+                try:
+                    _, heads = await self._registry.heads()
+                    answers.append(await body(lock, heads.get(job)))
+                except TenplexError as error:
+                    failures.append(error)
+                nursery.cancel_scope.cancel()
+        finally:
+            with trio.move_on_after(_UNLOCK_S, shield=True):
+                await self._unlock(lock)
+        if answers:
+            return answers[0]
+        raise failures[0]
+
+    async def _unlock(self, lock: Lock) -> None:
+        try:
+            await self._registry.unlock(lock)
+        except TenplexError as error:  # it ends by itself
+            log.warning("job %s: the lock could not be given back: %s", lock.job, error)
+
+    async def commit(self, lock: Lock, expected: Head | None, new: Head | None) -> None:
+        """Moves the head; returns when it is known to have moved.
+
+        Raises:
+            ConflictError: It has not, and never will.
+        """
+        lost: TenplexError | None = None
+        while True:
+            with trio.CancelScope(shield=True):
+                try:
+                    await self._registry.compare_and_set(lock, expected, new)
+                except UnavailableError as error:
+                    lost = error
+                except ConflictError:
+                    if lost is None:
+                        raise
+                else:
+                    return
+                outcome = await self._outcome(lock.job, expected, new)
+            if outcome is Outcome.COMMITTED:
+                return
+            if outcome is Outcome.LOST:
+                raise ConflictError(f"job {lock.job}: somebody else moved the head; plan again")
+            log.warning("job %s: undecided until the registry answers: %s", lock.job, lost)
+            await trio.sleep(_RETRY_S)
+
+    async def _outcome(self, job: JobName, expected: Head | None, new: Head | None) -> Outcome | None:
+        try:
+            _, heads = await self._registry.heads()
+        except UnavailableError:
+            return None
+        return after_lost_reply(expected, new, heads.get(job))
