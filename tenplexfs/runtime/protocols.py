@@ -11,14 +11,23 @@ import numpy.typing as npt
 
 from tenplexfs.core.snapshot import Head, JobName, NodeName, TxId
 
-__all__ = ["ArraySource", "FileContent", "Lock", "PeerReader", "Ranges", "Registry", "RegistryEvent", "SnapshotView"]
+__all__ = [
+    "ArraySource",
+    "FileContent",
+    "Lock",
+    "PeerReader",
+    "Ranges",
+    "Registry",
+    "RegistryEvent",
+    "SnapshotView",
+]
 
 
 class ArraySource(Protocol):
     """Local arrays of one snapshot. Thread-safe; what it gave stays valid as long as it is referenced."""
 
     def array(self, rank: int, path: str) -> npt.NDArray[np.generic] | None:
-        """Returns the read-only local array of ``path`` (canonical) on ``rank``, or None when not here."""
+        """Returns the read-only local array of ``path`` (as shown) on ``rank``, or None when not here."""
         ...
 
 
@@ -28,7 +37,7 @@ class Ranges:
 
     Attributes:
         rank: In the numbering of the snapshot that is asked.
-        path: Canonical tensor path.
+        path: Tensor path, as shown there.
         itemsize: Bytes of one element.
         boxes: int64 (n, 2, ndim): start and stop, half-open, local coordinates; ndim may be 0.
     """
@@ -60,9 +69,9 @@ class PeerReader(Protocol):
     ) -> None:
         """Streams ``ranges`` in order.
 
-        ``write(offset, data)`` is called in a worker thread, in order, with the bytes from ``offset`` on of the
-        concatenation of all boxes (each in C order). Each message's checksum is verified before it is handed
-        over. A transient failure resumes where the stream stopped, until ``deadline_s``.
+        ``write(offset, data)`` is called in a worker thread, in order, with the bytes from ``offset`` on of
+        the concatenation of all boxes (each in C order). Each message's checksum is verified before it is
+        handed over. A transient failure resumes where the stream stopped, until ``deadline_s``.
 
         Raises:
             NotFoundError, StaleError: The node has no such snapshot, rank or tensor (any more).
@@ -131,7 +140,7 @@ class Lock:
 
 
 class Registry(Protocol):
-    """Where heads live. Linearizable; every call has a deadline and raises UnavailableError when it passes."""
+    """Where heads live. Linearizable; each call has a deadline and raises UnavailableError when it passes."""
 
     async def heads(self) -> tuple[int, dict[JobName, Head]]:
         """Returns the current revision and the head of every job as of it."""
