@@ -52,6 +52,8 @@ def _solid(boxes: Iterable[Region]) -> list[Region]:
 
 
 def _joined(boxes: Sequence[Region], dtype: str) -> ExplicitShard | None:
+    if not boxes:
+        return None
     first = boxes[0]
     differ = {
         dim
