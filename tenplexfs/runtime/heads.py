@@ -39,7 +39,10 @@ class HeadMover:
         self, job: JobName, owner: str, body: Callable[[Lock, Head | None], Awaitable[Answer]]
     ) -> Answer:
         """Runs ``body`` with the lock of ``job`` and its head as of then; a lost lock cancels it."""
-        lock = await self._registry.lock(job, owner, ttl_s=self._lock_ttl_s)
+        try:
+            lock = await self._registry.lock(job, owner, ttl_s=self._lock_ttl_s)
+        except UnavailableError as error:
+            raise UnavailableError(f"job {job}: the registry is away, nothing switches: {error}") from error
         failures: list[TenplexError] = []
         answers: list[Answer] = []
 

@@ -25,6 +25,7 @@ _POLL_S = 3.0
 _RETRY_S = 0.5
 _RETRY_MAX_S = 10.0
 _FIRST_S = 5.0
+_UNKNOWN = "the registry does not know this job; its bytes are kept until `job remove`"
 
 
 class JobTable:
@@ -103,9 +104,8 @@ class JobTable:
             task_status.started()
             nursery.start_soon(self._poll_for_ever, nursery)
             async for event in self._registry.watch(max(self._revision, 0)):
-                if event.revision > self._revision:
-                    self._revision = event.revision
-                    self._want(nursery, event.job, event.head)
+                self._revision = event.revision
+                self._want(nursery, event.job, event.head)
 
     async def _poll_for_ever(self, nursery: trio.Nursery) -> None:
         while True:
@@ -126,19 +126,19 @@ class JobTable:
             log.info("the registry answers")
             self.registry_away = None
             self.touch()
-        if revision < self._revision:  # a watch was quicker
+        if revision < self._revision:  # a watch was quicker, or the registry began anew
             return
-        self._revision = revision
+        if self._revision < 0:  # where the watch begins; from then on its events count, removals above all
+            self._revision = revision
         for job, head in heads.items():
             self._want(nursery, job, head)
-        for job in self._heads.keys() - heads.keys():
-            self._want(nursery, job, None)
-        for job in (
-            {stored.job for stored in self._member.store.snapshots()} - heads.keys() - self._heads.keys()
-        ):
+        # Only a removal that the registry tells of frees bytes: a registry that was lost and made anew knows
+        # no job, and the stores are then all there is.
+        stored = {stored.job for stored in self._member.store.snapshots()}
+        for job in sorted((stored | self._heads.keys()) - heads.keys()):
             if job not in self._failures:
-                log.error("job %s: in the store, but unknown to the registry; kept until `job remove`", job)
-            self._failures[job] = "the registry does not know this job; `job remove` frees its bytes"
+                log.error("job %s: %s", job, _UNKNOWN)
+            self._failures[job] = _UNKNOWN
 
     async def _show_last(self) -> None:
         for job in sorted({stored.job for stored in self._member.store.snapshots()}):

@@ -341,6 +341,44 @@ def test_without_the_registry_the_last_committed_snapshot_is_shown(cluster):
     run(main)
 
 
+def test_a_registry_that_lost_everything_costs_no_bytes(cluster):
+    async def main():
+        await ready(cluster)
+        node = cluster.nodes[0]
+        async with trio.open_nursery() as nursery:
+            await nursery.start(node.table.run)
+            cluster.registry.current.clear()
+            await node.table._poll(nursery)
+            assert "does not know this job" in node.table.failure(JOB)
+            assert used(cluster) == [1, 1, 0]
+            await cluster.check(WHOLE)
+            nursery.cancel_scope.cancel()
+        restarted = cluster.restart(1)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(restarted.table.run)
+            assert restarted.table.jobs() == [JOB]
+            assert used(cluster) == [1, 1, 0]
+            nursery.cancel_scope.cancel()
+
+    run(main)
+
+
+def test_a_removal_that_a_node_missed_frees_its_bytes_when_it_hears_of_it(cluster):
+    async def main():
+        await ready(cluster)
+        node = cluster.nodes[1]
+        async with trio.open_nursery() as nursery:
+            await nursery.start(node.table.run)
+            cluster.calls.broken.add(("node1", "switch"))
+            await cluster.nodes[0].coordinator.remove(JOB)
+            while node.store.snapshots():
+                await trio.lowlevel.checkpoint()
+            assert JOB not in node.member.shown()
+            nursery.cancel_scope.cancel()
+
+    run(main)
+
+
 def test_remove_frees_everything_and_the_name(cluster):
     async def main():
         await ready(cluster)
