@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,9 +12,23 @@ import numpy as np
 from tenplexfs.core.layout import ByIndex, Cut, FlatCut, Layout, TensorEntry, axis_text, expand_name
 from tenplexfs.core.planner import Plan
 from tenplexfs.core.ptc import PTC, Placement
-from tenplexfs.core.region import Ints
+from tenplexfs.core.region import Boxes, Ints
 
-__all__ = ["NodeBytes", "Reason", "entry_of_path", "entry_text", "node_bytes", "reasons"]
+__all__ = [
+    "Alike",
+    "NodeBytes",
+    "Reason",
+    "drawn_dims",
+    "entry_of_path",
+    "entry_text",
+    "node_bytes",
+    "ranks_alike",
+    "reasons",
+    "stored_bytes",
+]
+
+
+_NUMBERS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,10 +52,12 @@ class NodeBytes:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """What becomes of the tensors of one entry of the new layout, summed over nodes, in bytes.
+    """What becomes of the tensors of one or more entries of the new layout that are alike in all of this.
+
+    Bytes are summed over nodes and over the entries.
 
     Attributes:
-        key: Of the entry; a tensor path where ranks are explicit.
+        keys: Of the entries; tensor paths where ranks are explicit.
         tensors: How many there are.
         old: How they were cut and spread.
         new: How they are.
@@ -49,7 +67,7 @@ class Reason:
         why: One phrase.
     """
 
-    key: str
+    keys: tuple[str, ...]
     tensors: int
     old: str
     new: str
@@ -57,6 +75,27 @@ class Reason:
     local: int
     moved: int
     why: str
+
+    @property
+    def name(self) -> str:
+        """The first key, and how many more there are."""
+        return self.keys[0] + (f" and {len(self.keys) - 1} alike" if len(self.keys) > 1 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Ranks that show the same tensors with local arrays of the same shapes.
+
+    Attributes:
+        ranks: Ascending.
+        shapes: For each entry of the layout (a tensor path where ranks are explicit) the local shapes of its
+            tensors there, and how many have each; in the order of the entries.
+        nbytes: Of all local arrays of one such rank, padding included, each name counted.
+    """
+
+    ranks: tuple[int, ...]
+    shapes: Mapping[str, Mapping[tuple[int, ...], int]]
+    nbytes: int
 
 
 def node_bytes(plan: Plan) -> NodeBytes:
@@ -85,21 +124,33 @@ def reasons(plan: Plan) -> tuple[Reason, ...]:
         )
         for pair in match.pairs:
             old, new = (of.get(side[0].path) for of, side in zip(entries, (pair.old, pair.new), strict=True))
-            alike = (pair.key, old and old.key, new and new.key)
-            if alike not in texts:
-                texts[alike] = (
+            kind = (pair.key, old and old.key, new and new.key)
+            if kind not in texts:
+                texts[kind] = (
                     entry_text(plan.old, pair.old[0], old),
                     entry_text(plan.new, pair.new[0], new),
                 )
-            group = (new.key if new is not None else pair.tensor.path, *texts[alike])
+            group = (new.key if new is not None else pair.tensor.path, *texts[kind])
             sums = groups.setdefault(group, [0, 0, 0, 0])
             for k, value in enumerate((1, *(rows * pair.tensor.itemsize).tolist())):
                 sums[k] += value
-    found = (
-        Reason(key, count, old, new, kept, local, moved, _why(old, new, kept, local, moved))
-        for (key, old, new), (count, kept, local, moved) in groups.items()
-    )
-    return tuple(sorted(found, key=lambda r: (-r.moved, -r.local, -r.kept, r.key)))
+    alike: dict[tuple[str, str, int, int, int, int], list[str]] = {}
+    for (key, old_text, new_text), sums in groups.items():
+        alike.setdefault((old_text, new_text, sums[0], sums[1], sums[2], sums[3]), []).append(key)
+    found = [
+        Reason(
+            tuple(sorted(keys)),
+            count * len(keys),
+            old_text,
+            new_text,
+            kept * len(keys),
+            local * len(keys),
+            moved * len(keys),
+            _why(old_text, new_text, kept, local, moved),
+        )
+        for (old_text, new_text, count, kept, local, moved), keys in alike.items()
+    ]
+    return tuple(sorted(found, key=lambda r: (-r.moved, -r.local, -r.kept, r.keys)))
 
 
 def _why(old: str, new: str, kept: int, local: int, moved: int) -> str:
@@ -111,9 +162,12 @@ def _why(old: str, new: str, kept: int, local: int, moved: int) -> str:
         before, after = old.split("; "), new.split("; ")
         gone = [part for part in before if part not in after]
         come = [part for part in after if part not in before]
-        changes = [_change(a, b) for a, b in zip(gone, come, strict=False)]
-        changes += [f"no longer {part}" for part in gone[len(come) :]]
-        what = ", ".join([*changes, *(f"now {part}" for part in come[len(gone) :])])
+        alike = {_NUMBERS.sub("", part): part for part in come}
+        changes = []
+        for part in gone:
+            other = alike.pop(_NUMBERS.sub("", part), None)
+            changes.append(f"no longer {part}" if other is None else _change(part, other))
+        what = ", ".join([*changes, *(f"now {part}" for part in alike.values())])
     return what if moved else f"{what}: every node has what it needs"
 
 
@@ -173,3 +227,70 @@ def _how(cut: Cut) -> str:
     if cut.pad_to is not None or cut.pad_multiple is not None:
         return ", padded,"
     return ""
+
+
+def ranks_alike(ptc: PTC) -> tuple[Alike, ...]:
+    """Returns all ranks, grouped; the order is that of their first ranks."""
+    entries = entry_of_path(ptc.layout)
+    kinds: dict[tuple[int, int], list[Placement]] = {}
+    for placement in ptc.placements.values():
+        kinds.setdefault((placement.cells, placement.mask), []).append(placement)
+    columns, shapes = [np.zeros(ptc.world_size, np.int64)], []
+    for cells, mask in kinds:
+        table = ptc.tables[cells]
+        distinct, shape = np.unique(table.local_shapes, axis=0, return_inverse=True)
+        there = ptc.masks[mask] & (table.of_rank >= 0)
+        columns.append(np.where(there, shape.reshape(-1)[table.of_rank], -1))
+        shapes.append([tuple(each) for each in distinct.tolist()])
+    unique, first, group = np.unique(
+        np.stack(columns, axis=1), axis=0, return_index=True, return_inverse=True
+    )
+    found = []
+    for number in np.argsort(first).tolist():
+        held: dict[str, dict[tuple[int, ...], int]] = {entry.key: {} for entry in ptc.layout.tensors}
+        nbytes = 0
+        for kind, of, index in zip(kinds.values(), shapes, unique[number, 1:].tolist(), strict=True):
+            for placement in kind if index >= 0 else ():
+                entry = entries.get(placement.path)
+                counts = held.setdefault(placement.path if entry is None else entry.key, {})
+                counts[of[index]] = counts.get(of[index], 0) + 1
+                nbytes += math.prod(of[index]) * placement.tensor.itemsize
+        ranks = tuple(np.flatnonzero(group.reshape(-1) == number).tolist())
+        found.append(Alike(ranks, held, nbytes))
+    return tuple(found)
+
+
+def stored_bytes(ptc: PTC) -> dict[str, tuple[int, int]]:
+    """Returns node -> bytes of its arrays, each distinct one once, and how many of them are padding."""
+    nodes = list(ptc.nodes)
+    node_of = np.empty(ptc.world_size, np.int64)
+    for number, node in enumerate(nodes):
+        node_of[list(ptc.nodes[node])] = number
+    kinds: dict[tuple[tuple[int, int], ...], int] = {}
+    for names in ptc.names.values():
+        key = tuple((p.cells, p.mask) for p in names)
+        kinds[key] = kinds.get(key, 0) + names[0].tensor.itemsize
+    total = np.zeros((len(nodes), 2), np.int64)
+    for key, itemsize in kinds.items():
+        seen: dict[tuple[int, bytes], tuple[int, int]] = {}
+        for cells, mask in key:
+            table = ptc.tables[cells]
+            there = np.flatnonzero(ptc.masks[mask] & (table.of_rank >= 0))
+            pads = np.bincount(
+                table.pad_cell, (table.pads[:, 1] - table.pads[:, 0]).prod(axis=1), len(table.local_shapes)
+            )
+            pairs = np.unique(np.stack([node_of[there], table.of_rank[there]], axis=1), axis=0)
+            for number, cell in pairs.tolist():
+                seen[number, table.signatures[cell]] = (
+                    math.prod(table.local_shapes[cell].tolist()),
+                    int(pads[cell]),
+                )
+        for (number, _), (volume, padding) in seen.items():
+            total[number] += np.array((volume, padding)) * itemsize
+    return {node: (int(total[k, 0]), int(total[k, 1])) for k, node in enumerate(nodes)}
+
+
+def drawn_dims(shape: tuple[int, ...], boxes: Boxes) -> list[int]:
+    """Returns the at most two dims in which boxes of a tensor are told apart best, ascending."""
+    points = [len(np.unique(boxes[:, :, d])) for d in range(len(shape))]
+    return sorted(sorted(range(len(shape)), key=lambda d: (-points[d], -shape[d], d))[:2])

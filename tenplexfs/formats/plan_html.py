@@ -196,7 +196,7 @@ def _reasons(plan: Plan) -> Iterator[str]:
         )
         why = escape(reason.why.replace(" -> ", "\N{NO-BREAK SPACE}→ "))
         yield (
-            f"<tr><th>{escape(reason.key)}</th><td>&times; {reason.tensors}</td>{cells}"
+            f"<tr><th>{escape(reason.name)}</th><td>&times; {reason.tensors}</td>{cells}"
             f'<td class="w y">{why}</td></tr>'
         )
     yield "</tbody></table></div>"

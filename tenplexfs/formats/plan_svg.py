@@ -12,6 +12,7 @@ from html import escape
 
 import numpy as np
 
+from tenplexfs.core.explain import drawn_dims
 from tenplexfs.core.layout import Mesh
 from tenplexfs.core.matching import Match, Side
 from tenplexfs.core.planner import Plan
@@ -220,10 +221,10 @@ class _Frame:
     def __init__(self, shape: tuple[int, ...], *cuts: Boxes) -> None:
         self.shape = shape
         boxes = np.concatenate(cuts)
-        points = [len(np.unique(boxes[:, :, d])) for d in range(len(shape))]
-        ranked = sorted(range(len(shape)), key=lambda d: (-points[d], -shape[d], d))
-        self.dims = sorted(ranked[:2])
-        self.hidden = [d for d in range(len(shape)) if d not in self.dims and points[d] > 2]
+        self.dims = drawn_dims(shape, boxes)
+        self.hidden = [
+            d for d in range(len(shape)) if d not in self.dims and len(np.unique(boxes[:, :, d])) > 2
+        ]
         rows, columns = (shape[d] for d in self.dims) if len(self.dims) == 2 else (1, 1)
         self.height = min(max(_WIDTH * rows / max(columns, 1), 90), 300) if len(self.dims) == 2 else 56
 
