@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from tenplexfs.cli import show
+from tenplexfs.cli.pictures import show_memory, show_ranks, show_tensor, tensor_content
 from tenplexfs.cli.session import Session, command, parse_nodes
 from tenplexfs.core.build import build_ptc
+from tenplexfs.core.explain import stored_bytes
 from tenplexfs.core.families import Qkv, make_layout
 from tenplexfs.core.layout import Layout, place_in_order
+from tenplexfs.core.presets import PRESETS, preset_layout
+from tenplexfs.core.ptc import PTC
 from tenplexfs.errors import InvalidError, NotFoundError, TenplexError, UsageError
 from tenplexfs.formats.layout_json import layout_digest, layout_to_json, parse_layout
+from tenplexfs.formats.text import bytes_text, runs_text
 from tenplexfs.storage.safetensors_source import SafetensorsSource
 
-__all__ = ["app", "read_file", "read_layout"]
+__all__ = ["app", "read_file", "read_layout", "write_text"]
 
 app = typer.Typer(help="Make and look at layouts: how a job is parallelised.", no_args_is_help=True)
 
@@ -53,15 +58,24 @@ def make(
     session: Session,
     *,
     source: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             "--from", metavar="FILE", help="safetensors: a file, an index, or a directory with one."
         ),
-    ],
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help=f"A well-known model instead: {', '.join(PRESETS)}.")
+    ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
     dp: Annotated[int, typer.Option(min=1, help="Data parallelism: replicas.")] = 1,
-    ep: Annotated[int, typer.Option(min=1, help="Expert parallelism.")] = 1,
+    ep: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Expert parallelism: with --model taken out of dp, as Megatron does; with --from beside it.",
+        ),
+    ] = 1,
     nodes: Annotated[
         str, typer.Option(metavar="A,B", help="Names, with devices or without: node0:4,node1:4.")
     ],
@@ -72,28 +86,46 @@ def make(
     kv_heads: Annotated[
         int | None, typer.Option(min=1, help="Key-value heads; else by the config.json beside the file.")
     ] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(metavar="adam", help="With --model: its state too, in float32.")
+    ] = None,
+    zero: Annotated[
+        bool, typer.Option("--zero", help="With --optimizer: cut its state over the replicas too.")
+    ] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where to write it; else standard output.")
     ] = None,
 ) -> None:
-    """Make a layout for a model by the names of its tensors.
+    """Make a layout for a model: a well-known one, or any by the names of its tensors.
 
     A dim that does not divide is cut by rule ceil; what is not recognised is replicated; both are said.
     """
+    if (source is None) == (model is None):
+        raise UsageError("layout make: need --from or --model, one of the two")
+    if model is not None and (qkv is not None or kv_heads is not None):
+        raise UsageError("--qkv and --kv-heads go with --from; what --model names is known")
+    if model is None and (optimizer is not None or zero):
+        raise UsageError("--optimizer and --zero go with --model")
     if qkv not in (None, "fused", "grouped"):
         raise UsageError(f"--qkv {qkv}: need fused or grouped")
     named = parse_nodes(nodes)
-    devices = {node: count for node, count in named.items() if count is not None}
-    if devices and len(devices) < len(named):
-        raise UsageError(f"--nodes {nodes!r}: give devices for every node or for none")
-    mesh = {"pp": pp, "dp": dp, **({"ep": ep} if ep > 1 else {}), "tp": tp}
-    layout, notes = make_layout(
-        SafetensorsSource.open(source).tensors,
-        mesh=mesh,
-        nodes=devices or list(named),
-        qkv=_qkv(qkv),
-        kv_heads=kv_heads or _kv_heads(source),
-    )
+    notes: list[str] = []
+    if model is not None:
+        layout = preset_layout(
+            model, tp=tp, pp=pp, dp=dp, ep=ep, nodes=named, optimizer=_optimizer(optimizer), zero=zero
+        )
+    elif source is not None:
+        devices = {node: count for node, count in named.items() if count is not None}
+        if devices and len(devices) < len(named):
+            raise UsageError(f"--nodes {nodes!r}: give devices for every node or for none")
+        mesh = {"pp": pp, "dp": dp, **({"ep": ep} if ep > 1 else {}), "tp": tp}
+        layout, notes = make_layout(
+            SafetensorsSource.open(source).tensors,
+            mesh=mesh,
+            nodes=devices or list(named),
+            qkv=_qkv(qkv),
+            kv_heads=kv_heads or _kv_heads(source),
+        )
     text = show.layout_text(layout)
     build_ptc(parse_layout(text))
     for line in notes:
@@ -101,12 +133,27 @@ def make(
     if output is None:
         typer.echo(text, nl=False)
         return
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InvalidError(f"{output}: {error.strerror}") from error
+    write_text(output, text)
     content = {"path": str(output), "notes": notes}
     session.emit("layout-make", content, lambda: show.note(f"wrote {output}"))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file.
+
+    Raises:
+        InvalidError: It cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidError(f"{path}: {error.strerror}") from error
+
+
+def _optimizer(text: str | None) -> Literal["adam"] | None:
+    if text not in (None, "adam"):
+        raise UsageError(f"--optimizer {text}: need adam")
+    return "adam" if text else None
 
 
 def _qkv(text: str | None) -> Qkv | None:
@@ -124,23 +171,44 @@ def _kv_heads(source: Path) -> int | None:
 
 
 @command(app, "show")
-def show_layout(session: Session, *, layout: Annotated[Path, typer.Argument(help="A layout file.")]) -> None:
-    """Show what a layout says, entry by entry."""
-    content = layout_to_json(read_layout(layout))
+def show_layout(
+    session: Session,
+    *,
+    layout: Annotated[Path, typer.Argument(help="A layout file.")],
+    tensor: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Draw how this tensor is cut, and who holds what.")
+    ] = None,
+) -> None:
+    """Show what a layout says: the entries, and what each rank holds of them."""
+    parsed = read_layout(layout)
+    if tensor is not None:
+        ptc, path = _built(parsed, layout), tensor.replace(".", "/")
+        session.emit("layout-tensor", tensor_content(ptc, path), lambda: show_tensor(ptc, path))
+        return
+    content = layout_to_json(parsed)
     if session.json:
         show.print_document(content)
         return
     mesh = " ".join(f"{axis}={size}" for axis, size in content.get("mesh", {}).items())
     show.table(
         ["mesh", mesh or "explicit ranks"],
-        [(node, _ranks(ranks)) for node, ranks in content["nodes"].items()],
+        [(node, _ranks(ranks)) for node, ranks in content.get("nodes", {}).items()],
     )
-    rows = [(path, *_entry_row(entry)) for path, entry in content.get("tensors", {}).items()]
-    show.table(["tensor", "shape", "dtype", "cut", "on"], rows)
+    typer.echo()
+    entries = {path: _entry_row(entry) for path, entry in content.get("tensors", {}).items()}
+    head = ["shape", "dtype", "cut", "on"] if entries else []
+    show_ranks(_built(parsed, layout), head, entries)
+
+
+def _built(parsed: Layout, path: Path) -> PTC:
+    try:
+        return build_ptc(place_in_order(parsed))
+    except TenplexError as error:
+        raise type(error)(f"{path}: {error.message}", **error.details) from error
 
 
 def _ranks(ranks: int | list[int]) -> str:
-    return f"{ranks} devices" if isinstance(ranks, int) else f"ranks {', '.join(map(str, ranks))}"
+    return f"{ranks} devices" if isinstance(ranks, int) else f"ranks {runs_text(ranks)}"
 
 
 def _entry_row(entry: dict[str, Any]) -> tuple[str, ...]:
@@ -164,11 +232,9 @@ def _where(where: object) -> str:
 def check(session: Session, *, layout: Annotated[Path, typer.Argument(help="A layout file.")]) -> None:
     """Check that a layout is valid and covers every tensor exactly."""
     parsed = read_layout(layout)
-    try:
-        ptc = build_ptc(place_in_order(parsed))
-    except TenplexError as error:
-        raise type(error)(f"{layout}: {error.message}", **error.details) from error
+    ptc = _built(parsed, layout)
     tensors = {tensor.path: tensor for tensor in ptc.tensors.values()}
+    stored = stored_bytes(ptc)
     content: dict[str, Any] = {
         "path": str(layout),
         "digest": layout_digest(parsed),
@@ -176,7 +242,20 @@ def check(session: Session, *, layout: Annotated[Path, typer.Argument(help="A la
         "nodes": {node: list(ranks) for node, ranks in ptc.nodes.items()},
         "tensors": len(tensors),
         "bytes": sum(tensor.nbytes for tensor in tensors.values()),
+        "memory": {node: {"bytes": nbytes, "padding": pads} for node, (nbytes, pads) in stored.items()},
     }
-    size = show.bytes_text(content["bytes"])
-    line = f"{layout}: {ptc.world_size} ranks, {len(tensors)} tensors of {size}, every element covered"
-    session.emit("layout-check", content, lambda: typer.echo(line))
+    session.emit("layout-check", content, lambda: _show_checked(content, ptc))
+
+
+def _show_checked(content: dict[str, Any], ptc: PTC) -> None:
+    size, total = content["bytes"], sum(of["bytes"] for of in content["memory"].values())
+    typer.echo(
+        f"{content['path']}: {content['ranks']} ranks, {content['tensors']} tensors of {bytes_text(size)}, "
+        "every element covered"
+    )
+    typer.echo(
+        f"pieces and padding fill every shard exactly; the nodes store {bytes_text(total)}, "
+        f"{total / max(size, 1):.2f} times the tensors"
+    )
+    typer.echo()
+    show_memory(ptc)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,16 +13,23 @@ import typer
 from tenplexfs._pb import control_pb2
 from tenplexfs.cli import show
 from tenplexfs.cli.client import job_content, to_axes
-from tenplexfs.cli.layouts import read_file, read_layout
+from tenplexfs.cli.layouts import read_file, read_layout, write_text
+from tenplexfs.cli.pictures import estimates, show_estimates, show_reasons
 from tenplexfs.cli.session import Session, command, parse_mesh, parse_nodes
 from tenplexfs.core.build import build_ptc
 from tenplexfs.core.derive import derive_layout
-from tenplexfs.core.layout import place_in_order
+from tenplexfs.core.layout import Layout, place_in_order
+from tenplexfs.core.placement import place
+from tenplexfs.core.planner import Plan
 from tenplexfs.core.planner import plan as make_plan
 from tenplexfs.core.transfers import list_transfers
 from tenplexfs.errors import TimedOutError, UnavailableError, UsageError, error_from_code
+from tenplexfs.formats.layout_json import parse_layout
+from tenplexfs.formats.plan_html import plan_html
 
 __all__ = ["register", "show_plan"]
+
+_MOST_NODES = 12
 
 MeshOption = Annotated[
     str | None,
@@ -58,21 +65,58 @@ def plan(
     nodes: NodesOption = None,
     drop: DropOption = None,
     operations: Annotated[bool, typer.Option("--operations", help="List every transfer too (JSON).")] = False,
+    bandwidth: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RATE", help="Estimate the time at this speed of each node's link: 100Gbit/s."),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page with pictures of the plan.")
+    ] = None,
 ) -> None:
     """Show what changing from one layout to another would move. Offline, unless --job is given."""
     files = layouts or []
+    estimates({"nodes": {}}, bandwidth or [])  # a rate that is none is refused before anything is computed
     if len(files) != (job is None) + (mesh is None):
         want = ("NEW" if mesh is None else "no file") if job else ("OLD and NEW" if mesh is None else "OLD")
         raise UsageError(f"plan: need {want}{' beside --mesh' if mesh else ''}, got {len(files)} files")
+    made: Plan | None = None
     if job is None:
-        content = _offline(files, mesh, nodes, drop or [], operations=operations)
+        made = _plan_of(read_layout(files[0]), files[1:], mesh, nodes, drop or [])
+        content = dict(made.summary())
+        if operations:
+            content["transfers"] = list(list_transfers(made))
     else:
         request = control_pb2.PlanRequest(
             job=job, drop=drop or [], operations=operations, **_target(files, mesh, nodes)
         )
         with session.connect() as daemon:
             content = json.loads(daemon.plan(request))
-    session.emit("plan", content, lambda: show_plan(content))
+            if html is not None or not session.json:
+                committed = parse_layout(daemon.job(job).layout_json)
+                made = _plan_of(committed, files, mesh, nodes, drop or [])
+    found = estimates(content, bandwidth or ([] if session.json else ["100Gbit/s"]))
+    if bandwidth:
+        content["estimates"] = found
+    if html is not None and made is not None:
+        names = [
+            job or files[0].name,
+            *(file.name for file in files[0 if job else 1 :]),
+            *([mesh] if mesh else []),
+        ]
+        write_text(html, plan_html(made, title=" to ".join(names)))
+    session.emit("plan", content, lambda: _show_made(content, made, found, html))
+
+
+def _show_made(
+    content: Mapping[str, Any], made: Plan | None, found: Sequence[Mapping[str, Any]], html: Path | None
+) -> None:
+    show_plan(content)
+    if made is not None:
+        typer.echo()
+        show_reasons(made)
+    show_estimates(found)
+    if html is not None:
+        typer.echo(f"wrote {html}")
 
 
 def reconfigure(
@@ -160,18 +204,18 @@ def _target(files: list[Path], mesh: str | None, nodes: str | None) -> dict[str,
     }
 
 
-def _offline(
-    files: list[Path], mesh: str | None, nodes: str | None, drop: list[str], *, operations: bool
-) -> dict[str, Any]:
-    old = read_layout(files[0])
+def _plan_of(
+    old: Layout, files: Sequence[Path], mesh: str | None, nodes: str | None, drop: Sequence[str]
+) -> Plan:
+    """Plans from ``old`` to the one file, or to what the mesh makes of it."""
     if mesh is None:
         if nodes is not None:
             raise UsageError("--nodes goes with --mesh; a layout file names its nodes itself")
-        new = read_layout(files[1])
+        new = read_layout(files[-1])
     else:
         new = derive_layout(old, parse_mesh(mesh), parse_nodes(nodes) if nodes else None)
-    made = make_plan(build_ptc(place_in_order(old)), build_ptc(place_in_order(new)), drop=drop)
-    return {**made.summary(), **({"transfers": list(list_transfers(made))} if operations else {})}
+    held = build_ptc(place_in_order(old))
+    return make_plan(held, build_ptc(place(held, new, drop=drop)), drop=drop)
 
 
 def show_plan(content: Mapping[str, Any]) -> None:
@@ -190,19 +234,26 @@ def show_plan(content: Mapping[str, Any]) -> None:
     ]
     show.table(["", "", "bytes", ""], bold, numbers=(1, 2))
     typer.echo()
+    busy = sorted(nodes, key=lambda name: (-nodes[name]["sends"] - nodes[name]["receives"], name))
     show.table(
         ["node", "sends", "receives"],
-        [(node, show.bytes_text(of["sends"]), show.bytes_text(of["receives"])) for node, of in nodes.items()],
+        [
+            (name, show.bytes_text(nodes[name]["sends"]), show.bytes_text(nodes[name]["receives"]))
+            for name in sorted(busy[:_MOST_NODES])
+        ],
         numbers=(1, 2),
     )
+    if len(busy) > _MOST_NODES:
+        typer.echo(f"and {len(busy) - _MOST_NODES} nodes that move less")
     typer.echo()
-    if size["moved"]:
+    if size["moved"] and len(nodes) <= _MOST_NODES:
         names = sorted(nodes)
         show.table(
             ["from \\ to", *names],
             [
-                (source, *(show.bytes_text(matrix.get(source, {}).get(target, 0)) for target in names))
+                (source, *(show.bytes_text(of[target]) if target in of else "-" for target in names))
                 for source in names
+                if (of := matrix.get(source))
             ],
             numbers=range(1, len(names) + 1),
         )

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tenplexfs.errors import TenplexError
+from tenplexfs.formats.text import bytes_text
 
 __all__ = [
     "bytes_text",
@@ -47,20 +48,6 @@ class Step(Protocol):
 
 
 S = TypeVar("S", bound=Step)
-
-
-def bytes_text(count: int) -> str:
-    """Returns ``count`` bytes for a person.
-
-    >>> [bytes_text(n) for n in (0, 1023, 1536, 90868376, 5 << 40)]
-    ['0 B', '1023 B', '1.5 KiB', '86.7 MiB', '5.0 TiB']
-    """
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError
 
 
 def document(kind: str, content: Mapping[str, Any]) -> dict[str, Any]:

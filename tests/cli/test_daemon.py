@@ -55,6 +55,9 @@ def test_the_life_of_a_job(cli, layout, weights, node, monkeypatch):
     dry = cli("reconfigure", "gpt", four, "--dry-run", "--json").json
     assert dry["format"] == "tenplexfs-plan"
     assert cli("plan", "--job", "gpt", four, "--json").json["bytes"] == dry["bytes"]
+    page = cli("plan", "--job", "gpt", four, "--html", "plan.html")
+    assert page.status == 0, page.err
+    assert "dim 0 over tp" in page.out
     assert cli("job", "show", "gpt", "--json").json["mesh"] == {"tp": 2}
     stale = cli("reconfigure", "gpt", four, "--generation", 9, "--json")
     assert (stale.status, stale.json["error"]["code"]) == (4, "ABORTED")
