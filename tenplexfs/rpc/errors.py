@@ -23,7 +23,7 @@ CLIENT_METADATA = ("tenplexfs-client", "1")
 
 _MARK, _BODY = "tenplexfs-error", "tenplexfs-error-bin"
 # Other clients refuse more than 8 KiB of metadata; the message is sent percent-encoded.
-_SHORT_BYTES, _LONG_BYTES = 1000, 256 << 10
+_SHORT_BYTES, _LONG_BYTES = 2000, 256 << 10
 _TRANSPORT = {"UNAVAILABLE", "CANCELLED", "RESOURCE_EXHAUSTED", "INTERNAL", "UNKNOWN", "ABORTED"}
 
 log = logging.getLogger(__name__)
@@ -37,17 +37,23 @@ def answer(context: grpc.ServicerContext, call: Callable[[], T]) -> T:
     """
     try:
         return call()
-    except TenplexError as error:
-        _abort(context, error)
     except (trio.Cancelled, trio.RunFinishedError):
         _abort(context, UnavailableError("this daemon is going away"))
-    except Exception as error:
+    except Exception as raised:
+        error = _alone(raised)
+        if isinstance(error, TenplexError):
+            _abort(context, error)
         log.exception("rpc handler failed")
-        _abort(
-            context,
-            TenplexError(f"internal error: {type(error).__name__}: {error}; the daemon's log has more"),
-        )
+        kind = type(error).__name__
+        _abort(context, TenplexError(f"internal error: {kind}: {error}; the daemon's log has more"))
     raise AssertionError("abort returned")
+
+
+def _alone(error: Exception) -> Exception:
+    """Returns what a nursery wrapped, when it is one error."""
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
 
 
 def _abort(context: grpc.ServicerContext, error: TenplexError) -> None:

@@ -14,7 +14,7 @@ def keep_freed_memory(*, block_bytes: int = 8 << 20, kept_bytes: int = 32 << 20)
     """Makes malloc reuse freed blocks of up to ``block_bytes`` instead of giving them back to the kernel.
 
     A stream of 1 MiB messages otherwise touches fresh pages for each: the receiver then needs 0.85 s of CPU
-    for a GiB, where it needs 0.46 s. At most ``kept_bytes`` stay with each arena. This is for the whole process,
+    for a GiB, where it needs 0.46 s. At most ``kept_bytes`` stay with each arena. For the whole process,
     so for a daemon at its start; without glibc it does nothing.
     """
     try:

@@ -45,7 +45,7 @@ class Control:
         for done in range(40):
             yield control_pb2.Progress(phase="staging", bytes_done=done, bytes_total=40)
         if request.job == "broken":
-            raise NotFoundError("job broken: no such job")
+            raise ExceptionGroup("of a nursery", [NotFoundError("job broken: no such job")])
         yield control_pb2.Progress(phase="done")
 
     notify_resources = rollback = reconfigure
