@@ -1,6 +1,8 @@
 """Layouts of Megatron's sharded state dicts, over tensors of flat indices cut as Megatron cuts them."""
 
 import itertools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -244,3 +246,11 @@ def test_objects_keep_their_grid():
         objects_of_ranks([state(0), state(1, main=1)])
     with pytest.raises(InvalidError, match=r"'rng_state': grid \(2, 1\): \[\(1, 0\)\] missing"):
         objects_of_ranks(states[:1])
+
+
+def test_neither_megatron_nor_torch_is_imported():
+    code = "import sys, tenplexfs.megatron; print({'torch', 'jax', 'megatron'} & sys.modules.keys())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "set()"
