@@ -41,9 +41,14 @@ def saved(tmp_path_factory):
         )
         for rank in range(WORLD)
     ]
-    for rank in ranks:
-        text, _ = rank.communicate(timeout=120)
-        assert rank.returncode == 0, text
+    try:
+        for rank in ranks:
+            text, _ = rank.communicate(timeout=300)
+            assert rank.returncode == 0, text
+    finally:
+        for rank in ranks:  # the others wait for one that failed
+            rank.kill()
+            rank.communicate()
     return where
 
 
