@@ -17,7 +17,7 @@ from tenplexfs.formats.text import bytes_text, duration_text, runs_text
 
 __all__ = ["plan_html"]
 
-_MOST_TENSORS = 16
+_MOST_TENSORS = 12
 _MOST_REASONS = 16
 _MOST_NODES = 24
 _GBIT = (10, 100, 400)
@@ -35,7 +35,7 @@ def plan_html(plan: Plan, *, title: str) -> str:
         plan: What is shown.
         title: Plain text.
 
-    Cost: under a megabyte and a second, whatever the number of ranks.
+    Cost: under a megabyte, whatever the number of ranks; seconds for some ten thousand.
     """
     axis = shading_axis(plan)
     cuts = _cuts(plan)

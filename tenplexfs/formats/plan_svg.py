@@ -7,7 +7,7 @@ groups of nodes. Colours are classes, of which the page says what they are in th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 
 import numpy as np
@@ -26,7 +26,7 @@ HEAT_LEVELS = 8
 _BIG_RANKS = 64
 _MOST_RANKS = 4096
 _MOST_NODES = 40
-_MOST_BOXES = 400
+_MOST_BOXES = 256
 _LABEL = 18
 _WIDTH = 440
 
@@ -243,19 +243,24 @@ class _Frame:
         if self.hidden:
             parts.append(f"dim {', '.join(map(str, self.hidden))} is cut too")
         if max(counts) > _MOST_BOXES:
-            parts.append(f"the first {_MOST_BOXES} of {max(counts)} pieces are drawn")
+            parts.append(f"of {max(counts)} pieces, those that can be told apart are drawn")
         return "; ".join(parts)
 
-    def place(self, boxes: Boxes) -> list[tuple[float, float, float, float]]:
-        """Returns x, y, width, height of each box."""
-        out = []
-        for start, stop in boxes.tolist():
-            spans = [(start[d] / max(self.shape[d], 1), stop[d] / max(self.shape[d], 1)) for d in self.dims]
-            spans = [(0.0, 1.0)] * (2 - len(spans)) + spans
-            (top, bottom), (left, right) = spans
-            x, y = left * _WIDTH, top * self.height
-            out.append((x, y, right * _WIDTH - x, bottom * self.height - y))
-        return out
+    def place(self, boxes: Boxes) -> Iterator[tuple[int, tuple[float, float, float, float]]]:
+        """Yields index, x, y, width, height of each box; of many, one for each small square."""
+        lows, sizes = np.zeros((len(boxes), 2)), np.full((len(boxes), 2), (float(_WIDTH), self.height))
+        for column, dim in enumerate(reversed(self.dims)):
+            scale = (_WIDTH, self.height)[column] / max(self.shape[dim], 1)
+            lows[:, column] = boxes[:, 0, dim] * scale
+            sizes[:, column] = (boxes[:, 1, dim] - boxes[:, 0, dim]) * scale
+        chosen, side = np.arange(len(boxes)), 0
+        while len(chosen) > _MOST_BOXES:
+            side = side * 2 or 1
+            chosen = np.sort(np.unique(lows // side, axis=0, return_index=True)[1])
+        for k, (x, y), (w, h) in zip(
+            chosen.tolist(), lows[chosen].tolist(), sizes[chosen].tolist(), strict=True
+        ):
+            yield k, (x, y, max(w, side), max(h, side))
 
     def draw(
         self,
@@ -271,7 +276,7 @@ class _Frame:
     ) -> str:
         """Draws boxes with a title each, and over them outlines with labels."""
         body = []
-        for k, (x, y, w, h) in enumerate(self.place(boxes[:_MOST_BOXES])):
+        for k, (x, y, w, h) in self.place(boxes):
             at = f'x="{x:.5g}" y="{y:.5g}" width="{max(w, 0.3):.4g}" height="{max(h, 0.3):.4g}"'
             body.append(
                 f'<g><title>{escape(titles(k))}</title><rect {at} style="--h:{hues[k]}" class="c"/>'
@@ -281,7 +286,7 @@ class _Frame:
         edged = boxes if outlines is None else outlines
         texts = labels if outline_labels is None else outline_labels
         lines = []
-        for k, (x, y, w, h) in enumerate(self.place(edged[:_MOST_BOXES])):
+        for k, (x, y, w, h) in self.place(edged):
             if w >= 3 and h >= 3:
                 lines.append(f"M{x:.5g} {y:.5g}h{w:.4g}v{h:.4g}h-{w:.4g}z")
             text = _fitting(texts(k), w) if w >= 14 and h >= 13 else ""
