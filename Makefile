@@ -8,6 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+FRAMEWORKS := $(VENV)/.frameworks
 MODEL := $(VENV)/.model
 SOURCES := tenplexfs tests protos examples benchmarks
 APT := fuse3 libfuse3-dev pkg-config build-essential python3-dev python3-venv rsync attr
@@ -17,7 +18,7 @@ APT := fuse3 libfuse3-dev pkg-config build-essential python3-dev python3-venv rs
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
-setup: $(READY) ## system packages, a venv, everything to develop with
+setup: $(READY) $(FRAMEWORKS) ## system packages, a venv, everything to develop with
 
 $(READY): pyproject.toml
 	@missing=$$(dpkg-query -W -f='$${db:Status-Status} $${Package}\n' $(APT) 2>/dev/null | awk '$$1 == "installed" { print $$2 }' \
@@ -30,6 +31,11 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[daemon,dev]'
 	@touch $@
 
+# What the adapters are tested with: a CPU build of torch where pip finds one.
+$(FRAMEWORKS): | $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 jax==0.10.2 jaxlib==0.10.2
+	@touch $@
+
 fmt: $(READY) ## format, and repair what ruff can
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
@@ -38,13 +44,13 @@ lint: $(READY) ## format and lint, changing nothing
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 
-type: $(READY) ## mypy --strict
+type: $(READY) $(FRAMEWORKS) ## mypy --strict
 	$(BIN)/mypy
 
 imports: $(READY) ## the layers
 	$(BIN)/lint-imports
 
-test: $(READY) ## all tests; a part: make test ARGS=tests/core
+test: $(READY) $(FRAMEWORKS) ## all tests; a part: make test ARGS=tests/core
 	$(BIN)/pytest $(ARGS)
 
 check: lint type imports protos-check ## everything that needs no running
