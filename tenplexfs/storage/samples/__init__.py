@@ -1,0 +1,1 @@
+"""Samples of datasets: where they come from, and how their bytes are read."""
