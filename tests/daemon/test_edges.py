@@ -27,7 +27,7 @@ def test_a_record_is_one_line_with_its_traceback(monkeypatch):
     try:
         setup_logs()
         try:
-            raise ValueError("two\nlines")
+            int("two\nlines")
         except ValueError:
             logging.getLogger("tenplexfs.runtime.x").exception("what %s", "failed")
     finally:
