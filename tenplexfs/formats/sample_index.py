@@ -24,9 +24,12 @@ __all__ = ["RUN", "Packing", "SampleIndex", "Spans", "index_parts", "names_of", 
 RUN = np.dtype(
     [(name, "<i8") for name in ("begin", "stride", "size", "columns", "column_stride", "fortran_order")]
 )
-"""Samples of one file, all of one size. Sample i is ``columns`` ranges of ``size`` bytes, the first at
-begin + i * stride, each ``column_stride`` after the one before: one, but where a file is in Fortran order. Then
-a column is an element of the sample, and ``fortran_order`` tells whether they lie in that order or in C order."""
+"""Samples of one file, all of one size.
+
+Sample i is ``columns`` ranges of ``size`` bytes, the first at begin + i * stride, each ``column_stride`` after
+the one before: one, but where a file is in Fortran order. Then a column is an element of the sample, and
+``fortran_order`` tells whether they lie in that order or in C order.
+"""
 
 _MAGIC = b"TPXSAMPLES\x00\x01"
 _HEADER_BYTES_MAX = 1 << 20
