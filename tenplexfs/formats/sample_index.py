@@ -26,9 +26,9 @@ RUN = np.dtype(
 )
 """Samples of one file, all of one size.
 
-Sample i is ``columns`` ranges of ``size`` bytes, the first at begin + i * stride, each ``column_stride`` after
-the one before: one, but where a file is in Fortran order. Then a column is an element of the sample, and
-``fortran_order`` tells whether they lie in that order or in C order.
+Sample i is ``columns`` ranges of ``size`` bytes, the first at begin + i * stride, each ``column_stride``
+after the one before: one, but where a file is in Fortran order. Then a column is an element of the sample,
+and ``fortran_order`` tells whether they lie in that order or in C order.
 """
 
 _MAGIC = b"TPXSAMPLES\x00\x01"
