@@ -161,8 +161,7 @@ def test_arrays_of_several_shapes_stay_npy_files(tmp_path, build, opened):
     assert samples.sizes(np.array([3])).tolist() == [128]
 
 
-def test_a_member_above_four_gib(tmp_path, build, opened):
-    """A stored member of 4 GiB of zeros, sparse, before one of bytes that can be told."""
+def test_a_member_behind_four_gib(tmp_path, build, opened):
     path = tmp_path / "big.npz"
     with path.open("wb") as file:
         file.seek(1 << 32)
