@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import IO, Any, ParamSpec, TypeVar, cast
 
 import trio
@@ -87,7 +88,8 @@ class Compute:
             worker.wait()
             for stream in (worker.stdin, worker.stdout):
                 if stream is not None:
-                    stream.close()
+                    with suppress(BrokenPipeError):  # of what was never sent
+                        stream.close()
 
     def close(self) -> None:
         """Ends the worker, also in the middle of a call."""

@@ -40,7 +40,9 @@ def test_errors_come_back_as_they_are(compute):
 
 def test_a_worker_that_was_killed_is_replaced(compute):
     async def main():
-        os.kill(await compute(os.getpid), signal.SIGKILL)
+        pid = await compute(os.getpid)
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         assert await compute(max, 1, 2) == 2
 
     trio.run(main)
