@@ -7,7 +7,7 @@ disjoint boxes, and the overlaps of the two. Nodes are numbers in the order of t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -89,8 +89,10 @@ class Side:
         piece_place: (pieces,), the placement of each piece.
         piece_index: (pieces,), its index in the placement's table.
         members: Pairs (piece, atom), two columns, sorted.
-        on_node: (nodes, atoms), whether some rank of the node holds the atom.
         node_cells: Triples (node, placement, cell) that exist, three columns, sorted.
+        cell_ranks: (node cells,), how many ranks of the node hold the cell.
+        cell_arrays: (node cells,), a number for the local array; equal ones, of either side, are the same.
+        node_atoms: Pairs (node, atom) such that some rank of the node holds the atom, two columns, sorted.
     """
 
     ptc: PTC
@@ -100,64 +102,134 @@ class Side:
     piece_place: Ints
     piece_index: Ints
     members: tuple[Ints, Ints]
-    on_node: Flags
     node_cells: tuple[Ints, Ints, Ints]
+    cell_ranks: Ints
+    cell_arrays: Ints
+    node_atoms: tuple[Ints, Ints]
 
     def pieces_of(self, place: Ints, cell: Ints) -> tuple[Ints, Ints]:
         """Returns (owner, piece of this side) for all pieces of the given (placement, cell)s, in order."""
-        lows, highs = np.empty(len(place), np.int64), np.empty(len(place), np.int64)
-        for number, (table, _) in enumerate(self.key):
-            mine = place == number
-            bounds = self.ptc.tables[table].bounds
-            lows[mine], highs[mine] = bounds[cell[mine]], bounds[cell[mine] + 1]
-        owner, index = expand_spans(lows, highs)
-        keyed = self.piece_place * _WIDE + self.piece_index
-        return owner, np.searchsorted(keyed, place[owner] * _WIDE + index)
+        return _pieces_of(self.ptc, self.key, (self.piece_place, self.piece_index), place, cell)
 
     def atoms_of(self, pieces: Ints) -> tuple[Ints, Ints]:
         """Returns (owner, atom) for all atoms of the given pieces, in order."""
-        bounds = np.searchsorted(self.members[0], np.arange(len(self.piece_place) + 1))
-        owner, place = expand_spans(bounds[pieces], bounds[pieces + 1])
-        return owner, self.members[1][place]
+        return _atoms_of(self.members, pieces)
+
+    def holds(self, node: Ints, atom: Ints) -> Flags:
+        """Returns whether each node holds each atom, pair by pair."""
+        return _contains(_keyed(*self.node_atoms), _keyed(node, atom))
+
+    def holders_of(self, atoms: Ints) -> tuple[Ints, Ints]:
+        """Returns (owner, node) for all nodes that hold the given atoms, in order."""
+        nodes, atom = self.node_atoms
+        by = np.argsort(atom, kind="stable")
+        ordered = atom[by]
+        low, high = np.searchsorted(ordered, atoms), np.searchsorted(ordered, atoms, side="right")
+        owner, place = expand_spans(low, high)
+        return owner, nodes[by[place]]
+
+    def table(self, first: int, last: int) -> Flags:
+        """Returns whether each of the nodes [first, last) holds each atom, (nodes, atoms)."""
+        low, high = np.searchsorted(self.node_atoms[0], [first, last])
+        out = np.zeros((last - first, len(self.atoms)), bool)
+        out[self.node_atoms[0][low:high] - first, self.node_atoms[1][low:high]] = True
+        return out
 
 
 _WIDE = 1 << 40
 
 
-def _make_side(ptc: PTC, key: Key, node_numbers: Mapping[str, int]) -> Side:
-    """Collects what the tensors of one kind are made of in ``ptc``."""
-    node_of = np.empty(ptc.world_size, np.int64)
-    for node, ranks in ptc.nodes.items():
-        node_of[list(ranks)] = node_numbers[node]
-    boxes, places, indices, triples = [], [], [], []
-    for number, (table_number, mask_number) in enumerate(key):
-        table = ptc.tables[table_number]
-        there = np.flatnonzero(ptc.masks[mask_number] & (table.of_rank >= 0))
-        cells = table.of_rank[there]
-        index = np.flatnonzero(np.isin(table.piece_cell, cells))
-        boxes.append(table.pieces[index])
-        places.append(np.full(len(index), number))
-        indices.append(index)
-        unique = np.unique(node_of[there] * _WIDE + cells)
-        triples.append(np.stack([unique // _WIDE, np.full(len(unique), number), unique % _WIDE]))
-    atoms, piece, atom = disjoint_atoms(np.concatenate(boxes))
-    columns = np.concatenate(triples, axis=1)
-    ordered = columns[:, np.lexsort(columns[::-1])]
-    side = Side(
-        ptc,
-        key,
-        atoms,
-        box_volumes(atoms),
-        np.concatenate(places),
-        np.concatenate(indices),
-        (piece, atom),
-        np.zeros((len(node_numbers), len(atoms)), bool),
-        (ordered[0], ordered[1], ordered[2]),
-    )
-    owner, pieces = side.pieces_of(side.node_cells[1], side.node_cells[2])
-    again, atom = side.atoms_of(pieces)
-    side.on_node[side.node_cells[0][owner[again]], atom] = True
-    return side
+def _keyed(major: Ints, minor: Ints) -> Ints:
+    return major * _WIDE + minor
+
+
+def _contains(ordered: Ints, wanted: Ints) -> Flags:
+    """Returns whether each of ``wanted`` is in ``ordered``, which ascends."""
+    if not len(ordered):
+        return np.zeros(len(wanted), bool)
+    found = ordered[np.minimum(np.searchsorted(ordered, wanted), len(ordered) - 1)]
+    return np.asarray(found == wanted)
+
+
+def _pieces_of(ptc: PTC, key: Key, columns: tuple[Ints, Ints], place: Ints, cell: Ints) -> tuple[Ints, Ints]:
+    lows, highs = np.empty(len(place), np.int64), np.empty(len(place), np.int64)
+    for number, (table, _) in enumerate(key):
+        mine = place == number
+        bounds = ptc.tables[table].bounds
+        lows[mine], highs[mine] = bounds[cell[mine]], bounds[cell[mine] + 1]
+    owner, index = expand_spans(lows, highs)
+    return owner, np.searchsorted(_keyed(*columns), _keyed(place[owner], index))
+
+
+def _atoms_of(members: tuple[Ints, Ints], pieces: Ints) -> tuple[Ints, Ints]:
+    low, high = np.searchsorted(members[0], pieces), np.searchsorted(members[0], pieces, side="right")
+    owner, place = expand_spans(low, high)
+    return owner, members[1][place]
+
+
+class _Sides:
+    """Makes the sides of one PTC, each once."""
+
+    def __init__(self, ptc: PTC, node_numbers: Mapping[str, int], arrays: dict[bytes, int]) -> None:
+        """``arrays`` numbers distinct local arrays, for both PTCs."""
+        self.ptc, self._arrays = ptc, arrays
+        self._node_of = np.empty(ptc.world_size, np.int64)
+        for node, ranks in ptc.nodes.items():
+            self._node_of[list(ranks)] = node_numbers[node]
+        self._made: dict[Key, Side] = {}
+        self._table_arrays: dict[int, Ints] = {}
+
+    def side(self, key: Key) -> Side:
+        if key not in self._made:
+            self._made[key] = self._make(key)
+        return self._made[key]
+
+    def _make(self, key: Key) -> Side:
+        columns = []
+        for number, (table_number, mask_number) in enumerate(key):
+            table = self.ptc.tables[table_number]
+            there = np.flatnonzero(self.ptc.masks[mask_number] & (table.of_rank >= 0))
+            unique, ranks = np.unique(_keyed(self._node_of[there], table.of_rank[there]), return_counts=True)
+            node, cell = unique // _WIDE, unique % _WIDE
+            columns.append((node, np.full(len(node), number), cell, ranks, self._numbers(table_number)[cell]))
+        node, place, cell, ranks, arrays = (np.concatenate(column) for column in zip(*columns, strict=True))
+        if len(key) > 1:
+            by = np.lexsort((cell, place, node))
+            node, place, cell, ranks, arrays = (c[by] for c in (node, place, cell, ranks, arrays))
+        boxes, places, indices = [], [], []
+        for number, (table_number, _) in enumerate(key):
+            table = self.ptc.tables[table_number]
+            cells = np.unique(cell[place == number])
+            index = expand_spans(table.bounds[cells], table.bounds[cells + 1])[1]
+            boxes.append(table.pieces[index])
+            places.append(np.full(len(index), number))
+            indices.append(index)
+        atoms, of, atom = disjoint_atoms(np.concatenate(boxes))
+        pieces, members = (np.concatenate(places), np.concatenate(indices)), (of, atom)
+        owner, piece = _pieces_of(self.ptc, key, pieces, place, cell)
+        again, atom = _atoms_of(members, piece)
+        held = np.unique(_keyed(node[owner[again]], atom))
+        return Side(
+            self.ptc,
+            key,
+            atoms,
+            box_volumes(atoms),
+            *pieces,
+            members,
+            (node, place, cell),
+            ranks,
+            arrays,
+            (held // _WIDE, held % _WIDE),
+        )
+
+    def _numbers(self, table: int) -> Ints:
+        """Returns the number of the local array of each cell of a table."""
+        if table not in self._table_arrays:
+            numbers = [
+                self._arrays.setdefault(s, len(self._arrays)) for s in self.ptc.tables[table].signatures
+            ]
+            self._table_arrays[table] = np.array(numbers, np.int64)
+        return self._table_arrays[table]
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +251,9 @@ class Match:
         row_node: (rows,), ascending.
         row_overlap: (rows,), ascending within the node.
         kept: (rows,).
-        moved: (rows,).
+        own: (rows,), whether some rank of the node held it.
+        moved: (rows,), neither.
+        sizes: (pairs,), bytes of an element of each tensor.
     """
 
     pairs: tuple[Pair, ...]
@@ -193,8 +267,9 @@ class Match:
     row_node: Ints
     row_overlap: Ints
     kept: Flags
+    own: Flags
     moved: Flags
-    sizes: Ints = field(repr=False)
+    sizes: Ints
 
     @property
     def row_volumes(self) -> Ints:
@@ -212,38 +287,30 @@ def match_all(pairs: Iterable[Pair], old: PTC, new: PTC, node_numbers: Mapping[s
     kinds: dict[tuple[Key, Key], list[Pair]] = {}
     for pair in pairs:
         kinds.setdefault(pair.key, []).append(pair)
-    held: dict[Key, Side] = {}
-    wanted: dict[Key, Side] = {}
+    arrays: dict[bytes, int] = {}
+    held, wanted = _Sides(old, node_numbers, arrays), _Sides(new, node_numbers, arrays)
     for (old_key, new_key), alike in kinds.items():
-        if old_key not in held:
-            held[old_key] = _make_side(old, old_key, node_numbers)
-        if new_key not in wanted:
-            wanted[new_key] = _make_side(new, new_key, node_numbers)
-        yield _meet(alike, held[old_key], wanted[new_key])
+        yield _meet(alike, held.side(old_key), wanted.side(new_key))
 
 
 def _meet(pairs: Sequence[Pair], held: Side, wanted: Side) -> Match:
     s, u = join(held.atoms, wanted.atoms)
     by = np.lexsort((s, u))
     s, u = s[by], u[by]
-    boxes = np.stack(
-        [
-            np.maximum(held.atoms[s, 0], wanted.atoms[u, 0]),
-            np.minimum(held.atoms[s, 1], wanted.atoms[u, 1]),
-        ],
-        axis=1,
-    )
-    kept_cells = _kept_cells(held, wanted)
-    kept_atoms = np.zeros_like(wanted.on_node)
+    starts = np.maximum(held.atoms[s, 0], wanted.atoms[u, 0])
+    boxes = np.stack([starts, np.minimum(held.atoms[s, 1], wanted.atoms[u, 1])], axis=1)
+    have = np.unique(_keyed(held.node_cells[0], held.cell_arrays))
+    kept_cells = _contains(have, _keyed(wanted.node_cells[0], wanted.cell_arrays))
     node, place, cell = (column[kept_cells] for column in wanted.node_cells)
     owner, pieces = wanted.pieces_of(place, cell)
     again, atom = wanted.atoms_of(pieces)
-    kept_atoms[node[owner[again]], atom] = True
-    need_node, need_atom = np.nonzero(wanted.on_node)
-    bounds = np.searchsorted(u, np.arange(len(wanted.atoms) + 1))
-    owner, row_overlap = expand_spans(bounds[need_atom], bounds[need_atom + 1])
+    kept_atoms = np.unique(_keyed(node[owner[again]], atom))
+    need_node, need_atom = wanted.node_atoms
+    low, high = np.searchsorted(u, need_atom), np.searchsorted(u, need_atom, side="right")
+    owner, row_overlap = expand_spans(low, high)
     row_node = need_node[owner]
-    kept = kept_atoms[row_node, need_atom[owner]]
+    kept = _contains(kept_atoms, _keyed(need_node, need_atom))[owner]
+    own = held.holds(row_node, s[row_overlap])
     return Match(
         tuple(pairs),
         held,
@@ -256,26 +323,7 @@ def _meet(pairs: Sequence[Pair], held: Side, wanted: Side) -> Match:
         row_node,
         row_overlap,
         kept,
-        ~kept & ~held.on_node[row_node, s[row_overlap]],
+        own,
+        ~kept & ~own,
         np.array([pair.tensor.itemsize for pair in pairs], np.int64),
     )
-
-
-def signature_numbers(held: Side, wanted: Side) -> tuple[Ints, Ints]:
-    """Numbers the local arrays of both sides' node cells: equal numbers are equal arrays."""
-    number: dict[bytes, int] = {}
-    out = []
-    for side in (held, wanted):
-        tables = [side.ptc.tables[table] for table, _ in side.key]
-        places, cells = side.node_cells[1].tolist(), side.node_cells[2].tolist()
-        ids = [
-            number.setdefault(tables[p].signatures[c], len(number))
-            for p, c in zip(places, cells, strict=True)
-        ]
-        out.append(np.array(ids, np.int64))
-    return out[0], out[1]
-
-
-def _kept_cells(held: Side, wanted: Side) -> Flags:
-    have, want = signature_numbers(held, wanted)
-    return np.isin(wanted.node_cells[0] * _WIDE + want, held.node_cells[0] * _WIDE + have)

@@ -11,10 +11,11 @@ from typing import Literal
 
 import numpy as np
 
-from tenplexfs.core.matching import Flags, Match, Side, signature_numbers
-from tenplexfs.core.planner import Plan
+from tenplexfs.core.joining import join_neighbours
+from tenplexfs.core.matching import Flags, Match, Side
+from tenplexfs.core.planner import Nodes, Plan
 from tenplexfs.core.ptc import Shard
-from tenplexfs.core.region import Boxes, Ints, expand_spans, split_runs
+from tenplexfs.core.region import Boxes, Ints, expand_spans, ravel_strides, split_runs
 from tenplexfs.errors import NotFoundError
 
 __all__ = ["Copies", "Key", "Moves", "NodePart", "Target", "Way", "node_part"]
@@ -136,7 +137,7 @@ class _Geometry:
 class _MatchPart:
     """What one node does for the tensors of one match."""
 
-    def __init__(self, plan: Plan, match: Match, sources: Ints, number: int) -> None:
+    def __init__(self, plan: Plan, match: Match, sources: Nodes, number: int) -> None:
         self.plan, self.match, self.sources, self.number = plan, match, sources, number
         self._moved_index = np.cumsum(match.moved) - 1
         self._holders: dict[int, tuple[Ints, Ints, Ints, Ints]] = {}
@@ -180,14 +181,12 @@ class _MatchPart:
 
     def _make_kinds(self) -> Iterator[_Kind]:
         match, wanted, held = self.match, self.match.wanted, self.match.held
-        have, want = signature_numbers(held, wanted)
         stays: dict[int, tuple[int, int]] = {}
-        for k in np.flatnonzero(held.node_cells[0] == self.number).tolist():
-            stays.setdefault(int(have[k]), (int(held.node_cells[1][k]), int(held.node_cells[2][k])))
+        for array, place, cell in self._cells(held):
+            stays.setdefault(array, (place, cell))
         alike: dict[int, list[tuple[int, int]]] = {}
-        for k in np.flatnonzero(wanted.node_cells[0] == self.number).tolist():
-            cell = (int(wanted.node_cells[1][k]), int(wanted.node_cells[2][k]))
-            alike.setdefault(int(want[k]), []).append(cell)
+        for array, place, cell in self._cells(wanted):
+            alike.setdefault(array, []).append((place, cell))
         first, last = np.searchsorted(match.row_node, [self.number, self.number + 1]).tolist()
         bounds = np.searchsorted(match.overlap_wanted, np.arange(len(wanted.atoms) + 1))
         for signature, cells in alike.items():
@@ -196,6 +195,13 @@ class _MatchPart:
             again, overlap = expand_spans(bounds[atom], bounds[atom + 1])
             row = first + np.searchsorted(match.row_overlap[first:last], overlap)
             yield _Kind(tuple(cells), stays.get(signature), pieces[owner[again]], overlap, row)
+
+    def _cells(self, side: Side) -> Iterator[tuple[int, int, int]]:
+        """Yields (number of the local array, placement, cell) of what this node holds."""
+        nodes, place, cell = side.node_cells
+        here = slice(*np.searchsorted(nodes, [self.number, self.number + 1]))
+        columns = (side.cell_arrays[here], place[here], cell[here])
+        yield from zip(*(column.tolist() for column in columns), strict=True)
 
     def _ranks(self, kind: _Kind) -> list[tuple[int, int]]:
         """Returns the (rank, placement) that hold an array of ``kind`` on this node."""
@@ -243,7 +249,7 @@ class _MatchPart:
         if table.flat:
             extent = extent.prod(axis=1)[:, None]
         boxes = np.stack([table.at[index], table.at[index] + extent], axis=1)
-        yield _Geometry(rank, place, self.number, "kept", boxes, boxes)
+        yield _Geometry(rank, place, self.number, "kept", *join_neighbours(boxes, boxes))
 
     def _arrive(self, index: int, node: Ints, moved: Flags) -> Iterator[_Geometry]:
         kind, match = self.kinds[index], self.match
@@ -319,7 +325,9 @@ def _cells_of(side: Side, place: int, ranks: Ints) -> Ints:
 
 
 def _local_boxes(held: Side, source: Ints, wanted: Side, target: Ints, boxes: Boxes) -> tuple[Boxes, Boxes]:
-    """Maps boxes of the tensor into the local arrays of both sides, cut so that a flat side takes runs.
+    """Maps boxes of the tensor into the local arrays of both sides.
+
+    They are cut so that a flat side takes runs, and joined where neighbours are one box on both sides.
 
     Args:
         held: Side of the sources; all pieces of one placement.
@@ -339,13 +347,14 @@ def _local_boxes(held: Side, source: Ints, wanted: Side, target: Ints, boxes: Bo
     for flat, pieces, at in ends:
         relative = boxes - pieces[rows, 0][:, None]
         if flat:
-            offset = split_runs(pieces[rows, 1] - pieces[rows, 0], relative)[2]
+            strides = ravel_strides(pieces[rows, 1] - pieces[rows, 0])
+            offset = (relative[:, 0] * strides).sum(axis=1)
             volume = (relative[:, 1] - relative[:, 0]).prod(axis=1)
             begin = at[rows, 0] + offset
             out.append(np.stack([begin, begin + volume], axis=1)[:, :, None])
         else:
             out.append(relative + at[rows][:, None])
-    return out[0], out[1]
+    return join_neighbours(out[0], out[1])
 
 
 def _piece_columns(side: Side, pieces: Ints) -> tuple[bool, Boxes, Ints]:

@@ -99,8 +99,8 @@ def _wishes(old: PTC, layout: Layout, blocks: Sequence[Ints], drop: Sequence[str
     wants: list[Flags] = []
     for match in match_all(pairs, old, new, numbers):
         first = len(names)
-        wanted = match.wanted.on_node[first : first + len(blocks), match.overlap_wanted]
-        held = match.held.on_node[: len(names), match.overlap_held]
+        wanted = match.wanted.table(first, first + len(blocks))[:, match.overlap_wanted]
+        held = match.held.table(0, len(names))[:, match.overlap_held]
         columns = np.concatenate([held, wanted]).T
         for column, volume in zip(columns, match.volumes.tolist(), strict=True):
             number = classes.setdefault(column.tobytes(), len(weight))

@@ -16,13 +16,17 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tenplexfs.core.balance import balanced_quotas, deal
 from tenplexfs.core.matching import Flags, Match, match_all, match_tensors
 from tenplexfs.core.ptc import PTC
 from tenplexfs.core.region import Ints
 
-__all__ = ["Plan", "plan"]
+__all__ = ["Nodes", "Plan", "plan"]
+
+Nodes = npt.NDArray[np.int32]
+"""Numbers of nodes."""
 
 
 def plan(old: PTC, new: PTC, *, drop: Sequence[str] = ()) -> Plan:
@@ -67,7 +71,7 @@ class Plan:
         for match, source in zip(self.matches, self.sources, strict=True):
             target = match.row_node[match.moved][:, None]
             nbytes = match.row_volumes[match.moved][:, None] * match.sizes
-            np.add.at(out, (source * count + target).ravel(), nbytes.ravel())
+            np.add.at(out, (source * np.int64(count) + target).ravel(), nbytes.ravel())
         return out.reshape(count, count)
 
     def _bytes(self, match: Match, rows: Flags) -> int:
@@ -80,13 +84,10 @@ class Plan:
         moved = int(self.matrix.sum())
         needed = bound = padding = 0
         for m in self.matches:
-            need = m.wanted.on_node @ m.wanted.volumes
-            # Of what a node needs, what its own ranks held before: these bytes no plan could save.
-            had = np.zeros(len(self.nodes), np.int64)
-            own = m.held.on_node[m.row_node, m.overlap_held[m.row_overlap]]
-            np.add.at(had, m.row_node[own], m.row_volumes[own])
-            needed += int(need.sum()) * m.element_bytes
-            bound += int((need - had).sum()) * m.element_bytes
+            need = int(m.wanted.volumes[m.wanted.node_atoms[1]].sum()) * m.element_bytes
+            needed += need
+            # Of what a node needs, what none of its own ranks held before: these bytes no plan could save.
+            bound += need - self._bytes(m, m.own)
             padding += _padding(m) * m.element_bytes
         return {
             "needed": needed,
@@ -107,7 +108,7 @@ class Plan:
             parts = np.bincount(m.overlap_wanted, minlength=len(m.wanted.atoms))
             split += int((cuts > 1).sum()) * len(m.pairs)
             move += int(m.moved.sum()) * len(m.pairs)
-            merge += _merges(m, parts, self.nodes) * len(m.pairs)
+            merge += _merges(m, parts) * len(m.pairs)
         return {"split": split, "move": move, "merge": merge}
 
     def summary(self) -> dict[str, Any]:
@@ -130,7 +131,7 @@ class Plan:
         }
 
 
-def _choose_sources(matches: Sequence[Match], node_count: int) -> tuple[Ints, ...]:
+def _choose_sources(matches: Sequence[Match], node_count: int) -> tuple[Nodes, ...]:
     """Chooses for each moved row and tensor the node that sends it."""
     number: dict[bytes, int] = {}
     candidates: list[Ints] = []
@@ -139,17 +140,19 @@ def _choose_sources(matches: Sequence[Match], node_count: int) -> tuple[Ints, ..
     load = np.zeros(node_count, np.int64)
     for m in matches:
         atoms, of_row = np.unique(m.overlap_held[m.row_overlap[m.moved]], return_inverse=True)
-        holders = m.held.on_node[:, atoms]
+        owner, node = m.held.holders_of(atoms)
+        bounds = np.searchsorted(owner, np.arange(len(atoms) + 1))
         nbytes = np.zeros(len(atoms), np.int64)
         np.add.at(nbytes, of_row, m.row_volumes[m.moved] * m.element_bytes)
         # What one node alone holds needs no choice: the node stands for it as -1 - node.
-        ids = -1 - holders.argmax(axis=0)
-        alone = holders.sum(axis=0) == 1
+        ids = -1 - node[bounds[:-1]]
+        alone = np.diff(bounds) == 1
         np.add.at(load, -1 - ids[alone], nbytes[alone])
         for k in np.flatnonzero(~alone).tolist():
-            ids[k] = number.setdefault(holders[:, k].tobytes(), len(number))
+            holders = node[bounds[k] : bounds[k + 1]]
+            ids[k] = number.setdefault(holders.tobytes(), len(number))
             if ids[k] == len(candidates):
-                candidates.append(np.flatnonzero(holders[:, k]))
+                candidates.append(holders)
                 demands.append(0)
             demands[ids[k]] += int(nbytes[k])
         of_rows.append(ids[of_row])
@@ -158,7 +161,7 @@ def _choose_sources(matches: Sequence[Match], node_count: int) -> tuple[Ints, ..
     out = []
     for m, of_row in zip(matches, of_rows, strict=True):
         sizes = m.row_volumes[m.moved][:, None] * m.sizes
-        chosen = np.repeat((-1 - of_row)[:, None], len(m.sizes), axis=1)
+        chosen = np.repeat((-1 - of_row).astype(np.int32)[:, None], len(m.sizes), axis=1)
         for k in np.unique(of_row[of_row >= 0]).tolist():
             mine = of_row == k
             part = sizes[mine]
@@ -183,16 +186,10 @@ def _padding(match: Match) -> int:
     return total
 
 
-def _merges(match: Match, parts: Ints, nodes: Sequence[str]) -> int:
+def _merges(match: Match, parts: Ints) -> int:
     """Returns the shards (rank by rank) that are made of more than one transfer."""
-    total = 0
-    side = match.wanted
-    node, place, cell = (column[~match.kept_cells] for column in side.node_cells)
-    owner, pieces = side.pieces_of(place, cell)
+    side, fresh = match.wanted, ~match.kept_cells
+    owner, pieces = side.pieces_of(side.node_cells[1][fresh], side.node_cells[2][fresh])
     again, atom = side.atoms_of(pieces)
-    count = np.bincount(owner[again], parts[atom], len(node))
-    for k in np.flatnonzero(count > 1).tolist():
-        table, mask = side.key[place[k]]
-        ranks = list(side.ptc.nodes[nodes[node[k]]])
-        total += int((side.ptc.masks[mask][ranks] & (side.ptc.tables[table].of_rank[ranks] == cell[k])).sum())
-    return total
+    count = np.bincount(owner[again], parts[atom], int(fresh.sum()))
+    return int(side.cell_ranks[fresh][count > 1].sum())

@@ -26,6 +26,7 @@ __all__ = [
     "find_overlap",
     "flat_boxes",
     "join",
+    "ravel_strides",
     "runs_to_boxes",
     "split_runs",
     "union_volume",
@@ -251,6 +252,14 @@ def flat_boxes(shape: Sequence[int], begin: int, end: int) -> Boxes:
     return runs_to_boxes(shape, np.array([begin], np.int64), np.array([end], np.int64))[1]
 
 
+def ravel_strides(extents: Ints) -> Ints:
+    """Returns the strides, in elements, of arrays of the given shapes in C order, (n, ndim)."""
+    strides = np.ones_like(extents)
+    for dim in range(extents.shape[1] - 2, -1, -1):
+        strides[:, dim] = strides[:, dim + 1] * extents[:, dim + 1]
+    return strides
+
+
 def split_runs(extents: Ints, boxes: Boxes) -> tuple[Ints, Boxes, Ints]:
     """Cuts boxes so that each part is one run of the raveled region that holds it.
 
@@ -266,9 +275,7 @@ def split_runs(extents: Ints, boxes: Boxes) -> tuple[Ints, Boxes, Ints]:
     if ndim == 0:
         return np.arange(n), boxes, np.zeros(n, np.int64)
     sizes = boxes[:, 1] - boxes[:, 0]
-    strides = np.ones((n, ndim), np.int64)
-    for dim in range(ndim - 2, -1, -1):
-        strides[:, dim] = strides[:, dim + 1] * extents[:, dim + 1]
+    strides = ravel_strides(extents)
     # The innermost dim that is not full ends the run: all dims before it are taken one index at a time.
     full = np.ones(n, bool)
     last = np.zeros(n, np.int64)

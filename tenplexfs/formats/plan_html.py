@@ -9,9 +9,8 @@ import numpy as np
 
 from tenplexfs.core.explain import node_bytes, reasons
 from tenplexfs.core.matching import Match
-from tenplexfs.core.planner import Plan
+from tenplexfs.core.planner import Nodes, Plan
 from tenplexfs.core.ptc import PTC
-from tenplexfs.core.region import Ints
 from tenplexfs.formats.plan_svg import HEAT_LEVELS, cut_svgs, heat_svg, hue, mesh_svg, shading_axis
 from tenplexfs.formats.text import bytes_text, duration_text, runs_text
 
@@ -207,9 +206,9 @@ def _reasons(plan: Plan) -> Iterator[str]:
     yield "</section>"
 
 
-def _cuts(plan: Plan) -> list[tuple[Match, Ints, int]]:
+def _cuts(plan: Plan) -> list[tuple[Match, Nodes, int]]:
     """Returns one match for each way in which tensors are cut, and how many are; the heaviest first."""
-    found: dict[object, tuple[Match, Ints, int, int]] = {}
+    found: dict[object, tuple[Match, Nodes, int, int]] = {}
     for match, sources in zip(plan.matches, plan.sources, strict=True):
         if not len(match.boxes):
             continue
@@ -221,7 +220,7 @@ def _cuts(plan: Plan) -> list[tuple[Match, Ints, int]]:
     return [(match, sources, count) for match, sources, count, _ in heavy[:_MOST_TENSORS]]
 
 
-def _tensors(plan: Plan, cuts: Sequence[tuple[Match, Ints, int]]) -> Iterator[str]:
+def _tensors(plan: Plan, cuts: Sequence[tuple[Match, Nodes, int]]) -> Iterator[str]:
     if not cuts:
         return
     yield '<section><h2>How a tensor is cut</h2><select id="tensor" aria-label="Tensor">'

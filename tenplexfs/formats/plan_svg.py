@@ -15,7 +15,7 @@ import numpy as np
 from tenplexfs.core.explain import drawn_dims
 from tenplexfs.core.layout import Mesh
 from tenplexfs.core.matching import Match, Side
-from tenplexfs.core.planner import Plan
+from tenplexfs.core.planner import Nodes, Plan
 from tenplexfs.core.ptc import PTC
 from tenplexfs.core.region import Boxes, Ints
 from tenplexfs.formats.text import bytes_text, runs_text
@@ -169,7 +169,7 @@ def heat_svg(matrix: Ints, nodes: Sequence[str]) -> tuple[str, int]:
     return _svg(left + count * wide + 2, top + count * high + 2, "bytes between nodes", body), group
 
 
-def cut_svgs(plan: Plan, match: Match, sources: Ints) -> tuple[str, str, str, dict[str, int]]:
+def cut_svgs(plan: Plan, match: Match, sources: Nodes) -> tuple[str, str, str, dict[str, int]]:
     """Draws the first tensor of ``match``: as it is cut now, and as it will be.
 
     The old cut is coloured by the node that holds a piece; the new one by the node that its bytes come from,
@@ -181,8 +181,10 @@ def cut_svgs(plan: Plan, match: Match, sources: Ints) -> tuple[str, str, str, di
     shape = match.pairs[0].tensor.shape
     frame = _Frame(shape, match.held.atoms, match.wanted.atoms)
     nodes = plan.nodes
-    first = np.argmax(match.held.on_node, axis=0)
-    holding = np.flatnonzero(match.held.on_node.any(axis=1)).tolist()
+    every = np.arange(len(match.held.atoms))
+    owner, node_numbers = match.held.holders_of(every)
+    first = node_numbers[np.searchsorted(owner, every)]
+    holding = np.unique(node_numbers).tolist()
     hues = {node: hue(k, len(holding)) for k, node in enumerate(holding)}
     old = frame.draw(
         match.held.atoms,
