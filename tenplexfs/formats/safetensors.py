@@ -21,27 +21,27 @@ HEADER_BYTES_MAX = 100_000_000
 """The library's own limit."""
 
 DTYPES: Mapping[str, str] = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
     "U64": "uint64",
     "I64": "int64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
     "F64": "float64",
     "C64": "complex64",
+    "F32": "float32",
+    "U32": "uint32",
+    "I32": "int32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "U16": "uint16",
+    "I16": "int16",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
 }
-"""Our names of the file's element types."""
+"""Our names of the file's element types, in the order in which the library writes them."""
 
 _ITEMSIZE = {
     name: 1 if name.startswith("F8") or name == "BOOL" else int(name.lstrip("UIBFC")) // 8 for name in DTYPES

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from tenplexfs.core.region import Region
 from tenplexfs.errors import CorruptError, InvalidError, StaleError
 from tenplexfs.formats.npy import file_size
+from tenplexfs.runtime.joined import JoinedFiles
 from tenplexfs.runtime.protocols import FileContent, SnapshotView
 
 if TYPE_CHECKING:
@@ -36,8 +37,13 @@ RANK_LIMIT = _RANK_MASK + 1
 # Sections: which part of the tree a node is in.
 _TOP, _PTC, _MODEL, _FULL = range(4)
 # Nodes of the section _TOP. `full` and `model/<rank>` are node 0 of their own sections.
-_ROOT, _JOB_JSON, _LAYOUT_JSON, _PTC_DIR, _MODEL_DIR = range(5)
+_ROOT, _JOB_JSON, _LAYOUT_JSON, _PTC_DIR, _MODEL_DIR, _JOINED_FULL = range(6)
 _DOCUMENTS = {_JOB_JSON: "job.json", _LAYOUT_JSON: "layout.json"}
+# Node of the section _PTC, with a rank: `model/<rank>.safetensors`. Node 0 is `ptc/<rank>.json`.
+_JOINED = 1
+_SUFFIX = b".safetensors"
+_JOINED_FULL_NAME = b"model" + _SUFFIX
+_NO_JOINED = b"user.tenplexfs.no_safetensors"
 
 
 class Attributes(NamedTuple):
@@ -218,6 +224,7 @@ class SnapshotTree:
             self._ranks.append(tree)
         every = tuple(sorted(ptc.tensors))
         self._full = trees.get(every) or PathTree(every)
+        self._joined = JoinedFiles(view, ptc)
 
     def lookup(self, parent: int, name: bytes) -> Attributes | None:
         """Returns the entry ``name`` of the directory ``parent``, or None."""
@@ -225,19 +232,25 @@ class SnapshotTree:
         if section >= _MODEL:
             tree = self._paths(parent)
             node = tree.child(parent & _NODE_MASK, name)
-            return self._path_attributes(tree, parent & ~_NODE_MASK, node) if node else None
+            if node:
+                return self._path_attributes(tree, parent & ~_NODE_MASK, node)
+            is_joined = parent == self._full_base and name == _JOINED_FULL_NAME
+            return self._joined_attributes(None) if is_joined else None
         node = parent & _NODE_MASK
         if node == _ROOT:
             return next((self.attributes(ino) for entry, ino in self._top if entry == name), None)
         is_model = node == _MODEL_DIR
+        is_joined = is_model and name.endswith(_SUFFIX)
         if not is_model and not name.endswith(b".json"):
             return None
-        digits = name if is_model else name[:-5]
+        digits = name[: -len(_SUFFIX)] if is_joined else name if is_model else name[:-5]
         # Not only isdigit: "07" and int's other spellings are no names of ranks.
         if not digits.isdigit() or len(digits) > 6 or b"%d" % (rank := int(digits)) != digits:
             return None
         if rank >= len(self._ranks):
             return None
+        if is_joined:
+            return self._joined_attributes(rank)
         return self.attributes(self._rank_ino(_MODEL if is_model else _PTC, rank))
 
     def attributes(self, ino: int) -> Attributes:
@@ -252,6 +265,9 @@ class SnapshotTree:
                 size = self._document_bytes[name] = len(self._view.document(name))
             return Attributes(ino, False, size, 1, self._mtime_ns)
         node = ino & _NODE_MASK
+        if self._is_joined(ino):
+            size = self._joined.size(self._joined_rank(ino)) or 0
+            return Attributes(ino, False, size, 1, self._mtime_ns)
         subdirs = 0
         if node == _MODEL_DIR:
             subdirs = len(self._ranks)
@@ -270,6 +286,9 @@ class SnapshotTree:
             first = tree.first[node]
             for child in range(first + start, first + tree.count[node]):
                 yield names[child], self._path_attributes(tree, base, child), child - first + 1
+            end = tree.count[node]
+            if ino == self._full_base and start <= end and (joined := self._joined_attributes(None)):
+                yield _JOINED_FULL_NAME, joined, end + 1
         elif node == _ROOT:
             for at in range(start, len(self._top)):
                 yield self._top[at][0], self.attributes(self._top[at][1]), at + 1
@@ -279,19 +298,24 @@ class SnapshotTree:
             for rank in range(start, len(self._ranks)):
                 entry = self.attributes(self._rank_ino(_MODEL if is_model else _PTC, rank))
                 yield form % rank, entry, rank + 1
+            count = len(self._ranks)
+            for rank in range(max(start - count, 0), count if is_model else 0):
+                if joined := self._joined_attributes(rank):
+                    yield b"%d" % rank + _SUFFIX, joined, count + rank + 1
 
     def xattrs(self, ino: int) -> Mapping[bytes, bytes]:
         """Returns dtype, global shape and pieces of a tensor's file, by name; of other entries nothing."""
         section = ino >> _SECTION_SHIFT & 7
-        path = self._paths(ino).paths[ino & _NODE_MASK] if section >= _MODEL else None
-        if path is None or self._ptc is None:
+        if section < _MODEL or self._ptc is None:
             return {}
+        path = self._paths(ino).paths[ino & _NODE_MASK]
+        if path is None:
+            is_top = not ino & _NODE_MASK
+            reason = self._joined.reason(None if section == _FULL else self._rank(ino)) if is_top else None
+            return {_NO_JOINED: reason.encode()} if reason is not None else {}
         tensor = self._ptc.tensors[path]
         if section == _MODEL:
-            pieces = [
-                (piece.region, piece.at)
-                for piece in self._ptc.shard(ino >> _RANK_SHIFT & _RANK_MASK, path).pieces
-            ]
+            pieces = [(piece.region, piece.at) for piece in self._ptc.shard(self._rank(ino), path).pieces]
         else:
             origin = (0,) * len(tensor.shape)
             pieces = [(Region(origin, tensor.shape), origin)]
@@ -311,12 +335,15 @@ class SnapshotTree:
         name = self._document_name(ino)
         if name is not None:
             content: FileContent = BytesContent(self._view.document(name))
+        elif self._is_joined(ino):
+            name = "safetensors"
+            content = self._joined.open(self._joined_rank(ino))
         else:
             name = self._paths(ino).paths[ino & _NODE_MASK]
             if name is None:
                 raise StaleError(f"inode {ino}: a directory, not a file")
             if ino >> _SECTION_SHIFT & 7 == _MODEL:
-                content = self._view.open_shard(ino >> _RANK_SHIFT & _RANK_MASK, name)
+                content = self._view.open_shard(self._rank(ino), name)
             else:
                 content = self._view.open_full(name)
         expected = self.attributes(ino).size
@@ -330,13 +357,28 @@ class SnapshotTree:
 
     def _paths(self, ino: int) -> PathTree:
         if ino >> _SECTION_SHIFT & 7 == _MODEL:
-            return self._ranks[ino >> _RANK_SHIFT & _RANK_MASK]
+            return self._ranks[self._rank(ino)]
         return self._full
+
+    def _rank(self, ino: int) -> int:
+        return ino >> _RANK_SHIFT & _RANK_MASK
+
+    def _is_joined(self, ino: int) -> bool:
+        section, node = ino >> _SECTION_SHIFT & 7, ino & _NODE_MASK
+        return (section, node) in ((_PTC, _JOINED), (_TOP, _JOINED_FULL))
+
+    def _joined_rank(self, ino: int) -> int | None:
+        return None if ino & _NODE_MASK == _JOINED_FULL else self._rank(ino)
+
+    def _joined_attributes(self, rank: int | None) -> Attributes | None:
+        """Attributes of the safetensors file of a rank, or of the whole model; None where there is none."""
+        ino = self.root | _JOINED_FULL if rank is None else self._rank_ino(_PTC, rank) | _JOINED
+        return None if self._joined.size(rank) is None else self.attributes(ino)
 
     def _document_name(self, ino: int) -> str | None:
         section = ino >> _SECTION_SHIFT & 7
-        if section == _PTC:
-            return f"ptc/{ino >> _RANK_SHIFT & _RANK_MASK}.json"
+        if section == _PTC and not ino & _NODE_MASK:
+            return f"ptc/{self._rank(ino)}.json"
         return _DOCUMENTS.get(ino & _NODE_MASK) if section == _TOP else None
 
     def _path_attributes(self, tree: PathTree, base: int, node: int) -> Attributes:

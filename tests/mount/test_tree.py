@@ -9,6 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 from tenplexfs.core.dtypes import dtype_of
 from tests.fuse.memory import CREATED_NS, local, npy, small_ptc, whole
@@ -114,13 +117,29 @@ def test_xattrs(job):
     assert raised.value.errno == errno.ENODATA
 
 
+def test_safetensors_opens_a_rank_and_the_model(job):
+    for name in ("full/model", *(f"model/{rank}" for rank in range(PTC.world_size))):
+        file = job / f"{name}.safetensors"
+        assert file.stat().st_size == len(file.read_bytes())
+        rank = None if name.startswith("full") else int(name[6:])
+        paths = PTC.tensors if rank is None else PTC.rank_paths(rank)
+        tensors = load_file(file)
+        assert set(tensors) == {path.replace("/", ".") for path in paths}
+        with safe_open(file, "pt") as opened:
+            for path in paths:
+                wanted = whole(PTC, path, 1) if rank is None else local(PTC, rank, path, 1)
+                for found in (tensors[path.replace("/", ".")], opened.get_tensor(path.replace("/", "."))):
+                    assert tuple(found.shape) == wanted.shape
+                    assert bytes(found.contiguous().reshape(-1).view(torch.uint8).numpy()) == wanted.tobytes()
+
+
 def test_control_files_are_made_at_each_open(daemon, job):
     top = daemon.path / ".tenplexfs"
     assert sorted(entry.name for entry in top.iterdir()) == ["jobs", "status.json", "version"]
     assert (top / "jobs/gpt/stop").read_text() == "-\n"
     assert json.loads((top / "jobs/gpt/status.json").read_text()) == {"job": "gpt"}
     assert (top / "status.json").read_text() == "{}"
-    daemon("storm", first=7, last=8)
+    daemon("storm", first=7, last=8, grace_s=5)
     assert (top / "status.json").read_text() == "7"
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tenplexfs.core.layout import Layout, Mesh, TensorEntry
 from tenplexfs.core.ptc import PTC
 from tenplexfs.errors import CorruptError, InvalidError
+from tenplexfs.formats.safetensors import parse
 from tenplexfs.runtime.tree import SLOT_SHIFT, BytesContent, PathTree, SnapshotTree
 from tests.fuse.memory import CREATED_NS, MemoryView, local, npy, small_ptc, whole
 
@@ -46,6 +47,7 @@ def test_the_tree_is_what_the_ptc_holds():
     files = {"job.json", "layout.json", *(f"ptc/{rank}.json" for rank in range(4))}
     files |= {f"model/{rank}/{path}.npy" for rank in range(4) for path in ptc.rank_paths(rank)}
     files |= {f"full/{path}.npy" for path in ptc.tensors}
+    files |= {"full/model.safetensors", *(f"model/{rank}.safetensors" for rank in range(4))}
     seen = walk(tree)
     assert {path for path, ino in seen.items() if not tree.attributes(ino).is_dir} == files
     assert len(set(seen.values())) == len(seen)
@@ -76,7 +78,9 @@ def test_bytes_and_sizes():
         data = bytes(tree.open(ino).read(0, 1 << 20))
         assert attributes.size == len(data)
         kind, _, rest = path.partition("/")
-        if kind == "model":
+        if path.endswith(".safetensors"):
+            parse(data)
+        elif kind == "model":
             rank, _, tensor = rest.removesuffix(".npy").partition("/")
             assert data == npy(local(ptc, int(rank), tensor, 3), ptc.tensors[tensor].dtype)
         elif kind == "full":
@@ -88,13 +92,41 @@ def test_bytes_and_sizes():
 
 @pytest.mark.parametrize(
     "path",
-    ["model/00", "model/4", "model/+1", "model/99999999999", "ptc/01.json", "ptc/4.json", "ptc/0", "nothing"],
+    [
+        *(
+            "model/00",
+            "model/4",
+            "model/+1",
+            "model/99999999999",
+            "ptc/01.json",
+            "ptc/4.json",
+            "ptc/0",
+            "nothing",
+        ),
+        *(
+            "model/4.safetensors",
+            "model/00.safetensors",
+            "model/0/model.safetensors",
+            "model/model.safetensors",
+        ),
+        *("ptc/0.safetensors", "full/layers/model.safetensors", "full/0.safetensors"),
+    ],
 )
 def test_names_that_are_not_there(path):
     tree = snapshot()
     *parents, name = path.split("/")
     parent = find(tree, "/".join(parents)) if parents else tree.root
     assert tree.lookup(parent, name.encode()) is None
+
+
+def test_no_safetensors_where_they_have_no_word_for_a_type():
+    ptc = small_ptc(extra=(TensorEntry("wide", (2,), "complex128"),))
+    tree = SnapshotTree(1, MemoryView("gpt", 0, ptc), ptc)
+    assert not [path for path in walk(tree) if path.endswith(".safetensors")]
+    for path in ("model/0", "full"):
+        assert b"no type complex128" in tree.xattrs(find(tree, path))[b"user.tenplexfs.no_safetensors"]
+    assert tree.xattrs(find(tree, "full/layers")) == {}
+    assert tree.lookup(find(tree, "model"), b"0.safetensors") is None
 
 
 def test_without_state_only_the_documents():
