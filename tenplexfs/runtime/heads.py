@@ -86,20 +86,25 @@ class HeadMover:
             ConflictError: It has not, and never will.
         """
         lost: TenplexError | None = None
+        refused: ConflictError | None = None
         while True:
             with trio.CancelScope(shield=True):
                 try:
                     await self._registry.compare_and_set(lock, expected, new)
                 except UnavailableError as error:
                     lost = error
-                except ConflictError:
+                except ConflictError as error:
                     if lost is None:
                         raise
+                    refused = error
                 else:
                     return
                 outcome = await self._outcome(lock.job, expected, new)
             if outcome is Outcome.COMMITTED:
                 return
+            if outcome is not None and refused is not None:
+                # what refused this one, a lock or head that is no more, refuses every one sent before it
+                raise refused
             if outcome is Outcome.LOST:
                 raise ConflictError(f"job {lock.job}: somebody else moved the head; plan again")
             log.warning("job %s: undecided until the registry answers: %s", lock.job, lost)
