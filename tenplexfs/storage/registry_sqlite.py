@@ -5,7 +5,6 @@ A head is written in the transaction that checks it and the lock, and is on disk
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import threading
 import time
@@ -13,8 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
+from tenplexfs.core.snapshot import Head, JobName
 from tenplexfs.errors import ConflictError, CorruptError, ExistsError, UnavailableError
+from tenplexfs.formats.head_json import head_of_text, text_of_head
 
 __all__ = ["SqliteRegistry"]
 
@@ -91,7 +91,7 @@ class SqliteRegistry:
         """Returns the current revision and the head of every job as of it."""
         with self._transaction() as db:
             rows = db.execute("SELECT job, head FROM heads WHERE head IS NOT NULL ORDER BY job").fetchall()
-            return _counter(db, "revision"), {JobName(job): _decoded(head) for job, head in rows}
+            return _counter(db, "revision"), {JobName(job): head_of_text(head) for job, head in rows}
 
     def lock(self, job: JobName, owner: str, *, ttl_s: float) -> int:
         """Returns the token of the lock that ``owner`` now has, the same one when it is renewed.
@@ -129,14 +129,14 @@ class SqliteRegistry:
                 holder = f"{lock[0]} has it" if lock is not None and lock[1] != token else "its time is over"
                 raise ConflictError(f"job {job}: the lock is lost, {holder}; nothing changed", job=job)
             row = db.execute("SELECT head FROM heads WHERE job = ?", (job,)).fetchone()
-            found = _decoded(row[0]) if row is not None and row[0] is not None else None
+            found = head_of_text(row[0]) if row is not None and row[0] is not None else None
             if found != expected:
                 raise ConflictError(
                     f"job {job}: head is {_named(found)}, expected {_named(expected)}; nothing changed",
                     job=job,
                 )
             revision = _counter(db, "revision", step=1)
-            head = None if new is None else _encoded(new)
+            head = None if new is None else text_of_head(new)
             db.execute("INSERT OR REPLACE INTO heads VALUES (?, ?, ?)", (job, revision, head))
             db.execute("INSERT INTO events VALUES (?, ?, ?)", (revision, job, head))
             db.execute("DELETE FROM events WHERE revision <= ?", (revision - self._kept_count,))
@@ -154,7 +154,7 @@ class SqliteRegistry:
                 f"SELECT revision, job, head FROM {table} WHERE revision > ? ORDER BY revision", (revision,)
             ).fetchall()
         return [
-            (number, JobName(job), None if head is None else _decoded(head)) for number, job, head in rows
+            (number, JobName(job), None if head is None else head_of_text(head)) for number, job, head in rows
         ]
 
 
@@ -167,16 +167,3 @@ def _counter(db: sqlite3.Connection, name: str, *, step: int = 0) -> int:
 
 def _named(head: Head | None) -> str:
     return "none" if head is None else str(head.snapshot)
-
-
-def _encoded(head: Head) -> str:
-    snapshot = head.snapshot
-    return json.dumps(
-        [snapshot.generation, snapshot.step, snapshot.txid, head.layout_digest, head.nodes],
-        separators=(",", ":"),
-    )
-
-
-def _decoded(text: str) -> Head:
-    generation, step, txid, digest, nodes = json.loads(text)
-    return Head(SnapshotId(generation, step, TxId(txid)), digest, tuple(map(NodeName, nodes)))

@@ -1,7 +1,8 @@
-"""One contract for both registries: the one in this daemon and the one served by another."""
+"""One contract for all registries: the one in this daemon, the one served by another, and etcd."""
 
 from __future__ import annotations
 
+from base64 import b64encode
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
@@ -11,8 +12,11 @@ import trio.testing
 from tenplexfs.core.snapshot import Head, SnapshotId
 from tenplexfs.errors import ConflictError, InvalidError, UnavailableError
 from tenplexfs.rpc.connection import Connection
+from tenplexfs.rpc.etcd_client import Etcd
+from tenplexfs.rpc.etcd_registry import EtcdRegistry
 from tenplexfs.rpc.registry_client import LocalRegistry, RemoteRegistry
 from tenplexfs.storage.registry_sqlite import SqliteRegistry
+from tests.etcd import EtcdServer
 from tests.rpc.fakes import running
 
 
@@ -46,10 +50,56 @@ async def open_registry(kind, path, clock):
         core.close()
 
 
+class Embedded:
+    """The registry in a SQLite file, asked here or over gRPC."""
+
+    def __init__(self, kind, path):
+        self.clock = Clock()
+        self.open = lambda: open_registry(kind, path, self.clock)
+
+    async def expire(self, job):
+        self.clock.now += 10
+
+    def restart(self):
+        self.clock.now = 1.0  # the machine was started again
+
+
+class InEtcd:
+    def __init__(self, server, prefix):
+        self.server = server
+        self.prefix = prefix
+
+    @asynccontextmanager
+    async def open(self):
+        async with aclosing(Etcd([self.server.url])) as etcd:
+            yield EtcdRegistry(etcd, prefix=self.prefix)
+
+    async def expire(self, job):
+        key = b64encode(f"{self.prefix}/locks/{job}".encode()).decode()
+        (held,) = self.server.ask("kv/range", {"key": key})["kvs"]
+        self.server.ask("lease/revoke", {"ID": held["lease"]})
+
+    def restart(self):
+        self.server.kill()
+        self.server.start()
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory):
+    with EtcdServer(tmp_path_factory.mktemp("etcd")) as server:
+        yield server
+
+
+@pytest.fixture(params=["local", "remote", "etcd"])
+def registries(request, tmp_path):
+    if request.param == "etcd":
+        return InEtcd(request.getfixturevalue("etcd"), tmp_path.name)
+    return Embedded(request.param, tmp_path)
+
+
 @pytest.fixture(params=["local", "remote"])
-def opened(request, tmp_path):
-    clock = Clock()
-    return clock, lambda: open_registry(request.param, tmp_path, clock)
+def embedded(request, tmp_path):
+    return Embedded(request.param, tmp_path)
 
 
 async def commit(registry, job, expected, new, owner="n0"):
@@ -58,21 +108,24 @@ async def commit(registry, job, expected, new, owner="n0"):
     await registry.unlock(lock)
 
 
-async def test_heads_move_by_compare_and_set(opened):
-    _, open_one = opened
-    async with open_one() as registry:
-        assert await registry.heads() == (0, {})
+async def test_heads_move_by_compare_and_set(registries):
+    async with registries.open() as registry:
+        revision, heads = await registry.heads()
+        assert heads == {}
         await commit(registry, "gpt", None, head(1))
         await commit(registry, "bert", None, head(1, 0))
         await commit(registry, "gpt", head(1), head(2, 7))
-        assert await registry.heads() == (3, {"gpt": head(2, 7), "bert": head(1, 0)})
+        later, heads = await registry.heads()
+        assert later > revision
+        assert heads == {"gpt": head(2, 7), "bert": head(1, 0)}
         await commit(registry, "gpt", head(2, 7), None)
-        assert await registry.heads() == (4, {"bert": head(1, 0)})
+        assert (await registry.heads())[1] == {"bert": head(1, 0)}
+        await commit(registry, "gpt", None, head(1))
+        assert (await registry.heads())[1] == {"bert": head(1, 0), "gpt": head(1)}
 
 
-async def test_a_head_that_moved_is_a_conflict(opened):
-    _, open_one = opened
-    async with open_one() as registry:
+async def test_a_head_that_moved_is_a_conflict(registries):
+    async with registries.open() as registry:
         await commit(registry, "gpt", None, head(1))
         lock = await registry.lock("gpt", "n0", ttl_s=10)
         for expected in (None, head(2), head(1, 0), head(1, txid="f" * 16)):
@@ -80,19 +133,16 @@ async def test_a_head_that_moved_is_a_conflict(opened):
                 ConflictError, match=r"job gpt: head is generation 1 step - .*nothing changed"
             ):
                 await registry.compare_and_set(lock, expected, head(3))
-        assert await registry.heads() == (1, {"gpt": head(1)})
+        assert (await registry.heads())[1] == {"gpt": head(1)}
 
 
-async def test_one_owner_at_a_time(opened):
-    clock, open_one = opened
-    async with open_one() as registry:
+async def test_one_owner_at_a_time(registries):
+    async with registries.open() as registry:
         mine = await registry.lock("gpt", "n0", ttl_s=10)
-        with pytest.raises(ConflictError, match=r"job gpt: locked by n0 for 10\.0 s more"):
+        with pytest.raises(ConflictError, match=r"job gpt: locked by n0 for \d+\.\d s more"):
             await registry.lock("gpt", "n1", ttl_s=10)
         await registry.lock("bert", "n1", ttl_s=10)
-        clock.now += 9
         assert await registry.lock("gpt", "n0", ttl_s=10) == mine, "a renewal keeps the token"
-        clock.now += 9
         await registry.compare_and_set(mine, None, head(1))
         await registry.unlock(mine)
         theirs = await registry.lock("gpt", "n1", ttl_s=10)
@@ -102,11 +152,19 @@ async def test_one_owner_at_a_time(opened):
             await registry.lock("gpt", "n0", ttl_s=10)
 
 
-async def test_a_lost_lock_commits_nothing(opened):
-    clock, open_one = opened
-    async with open_one() as registry:
+async def test_a_renewal_counts_from_then(embedded):
+    async with embedded.open() as registry:
+        mine = await registry.lock("gpt", "n0", ttl_s=10)
+        embedded.clock.now += 9
+        assert await registry.lock("gpt", "n0", ttl_s=10) == mine
+        embedded.clock.now += 9
+        await registry.compare_and_set(mine, None, head(1))
+
+
+async def test_a_lost_lock_commits_nothing(registries):
+    async with registries.open() as registry:
         stale = await registry.lock("gpt", "n0", ttl_s=10)
-        clock.now += 10
+        await registries.expire("gpt")
         with pytest.raises(ConflictError, match="its time is over"):
             await registry.compare_and_set(stale, None, head(1))
         await registry.lock("gpt", "n1", ttl_s=10)
@@ -115,11 +173,14 @@ async def test_a_lost_lock_commits_nothing(opened):
         await registry.unlock(await registry.lock("gpt", "n1", ttl_s=10))
         with pytest.raises(ConflictError, match="the lock is lost"):
             await registry.compare_and_set(stale, None, head(1))
-        assert await registry.heads() == (0, {})
+        again = await registry.lock("gpt", "n0", ttl_s=10)
+        assert again.token > stale.token, "an owner that lost it gets another"
+        with pytest.raises(ConflictError, match="n0 has it"):
+            await registry.compare_and_set(stale, None, head(1))
+        assert (await registry.heads())[1] == {}
 
 
-async def test_of_many_at_once_one_commits(opened):
-    _, open_one = opened
+async def test_of_many_at_once_one_commits(registries):
     outcomes = []
 
     async def attempt(registry, owner):
@@ -130,48 +191,51 @@ async def test_of_many_at_once_one_commits(opened):
         except ConflictError:
             outcomes.append(None)
 
-    async with open_one() as registry:
+    async with registries.open() as registry:
         async with trio.open_nursery() as nursery:
             for number in range(8):
                 nursery.start_soon(attempt, registry, f"n{number}")
         (winner,) = filter(None, outcomes)
-        assert await registry.heads() == (1, {"gpt": head(1, txid=winner)})
+        assert (await registry.heads())[1] == {"gpt": head(1, txid=winner)}
 
 
-async def test_a_watch_sees_each_change_in_order(opened):
-    _, open_one = opened
+async def test_a_watch_sees_each_change_in_order(registries):
     seen = []
 
-    async def watch(registry):
-        async with aclosing(registry.watch(1)) as events:
+    async def watch(registry, revision):
+        async with aclosing(registry.watch(revision)) as events:
             async for event in events:
-                seen.append((event.revision, event.job, event.head))
+                seen.append(event)
                 if event.head is None:
                     return
 
-    async with open_one() as registry:
+    async with registries.open() as registry:
         await commit(registry, "old", None, head(1))
+        revision, _ = await registry.heads()
         await commit(registry, "gpt", None, head(1))
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(watch, registry)
+            nursery.start_soon(watch, registry, revision)
             for generation in range(1, 20):
                 await commit(registry, "gpt", head(generation), head(generation + 1))
             await commit(registry, "gpt", head(20), None)
-        assert seen == [(2 + g, "gpt", head(g + 1) if g < 20 else None) for g in range(21)]
+        assert [event.head for event in seen] == [*(head(g + 1) for g in range(20)), None]
+        assert {event.job for event in seen} == {"gpt"}
+        revisions = [revision, *(event.revision for event in seen)]
+        assert revisions == sorted(set(revisions))
+        assert revisions[-1] <= (await registry.heads())[0]
 
 
-async def test_it_survives_a_restart(opened):
-    clock, open_one = opened
-    async with open_one() as registry:
+async def test_it_survives_a_restart(registries):
+    async with registries.open() as registry:
         await commit(registry, "gpt", None, head(1))
         lock = await registry.lock("gpt", "n0", ttl_s=10)
-    clock.now = 1.0  # the machine was started again
-    async with open_one() as registry:
-        assert await registry.heads() == (1, {"gpt": head(1)})
+    registries.restart()
+    async with registries.open() as registry:
+        assert (await registry.heads())[1] == {"gpt": head(1)}
         with pytest.raises(ConflictError):
             await registry.lock("gpt", "n1", ttl_s=10)
         await registry.compare_and_set(lock, head(1), head(2))
-        clock.now += 10
+        await registries.expire("gpt")
         assert (await registry.lock("gpt", "n1", ttl_s=10)).token > lock.token
 
 

@@ -1,0 +1,268 @@
+"""The registry in an etcd cluster.
+
+Two keys a job: ``<prefix>/heads/<job>`` holds the head, or ``null`` once the job was removed, so that a
+watcher who comes late still hears of it; ``<prefix>/locks/<job>`` holds the owner's name and lives as long as
+its lease. A lock's token is the revision that made its key: it is never used twice. The head moves in one
+transaction that compares both: the head was not written since it was read, and the lock is the one that was
+taken.
+"""
+
+from __future__ import annotations
+
+import math
+from base64 import b64decode, b64encode
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import trio
+
+from tenplexfs.core.snapshot import Head, JobName
+from tenplexfs.errors import ConflictError, CorruptError, NotFoundError, UnavailableError
+from tenplexfs.formats.head_json import head_of_text, text_of_head
+from tenplexfs.rpc.etcd_client import Etcd, Reply
+from tenplexfs.runtime.protocols import Lock, RegistryEvent
+
+__all__ = ["EtcdRegistry"]
+
+_NO_HEAD = "null"
+_WATCH_WAIT_S = 0.2
+_LOCK_TRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A key as it is; revisions 0 and an empty value when it is not there."""
+
+    key: str = ""
+    value: bytes = b""
+    created: int = 0
+    modified: int = 0
+    lease: int = 0
+
+
+class EtcdRegistry:
+    """A `tenplexfs.runtime.protocols.Registry`. For one trio thread; closing ``etcd`` is the caller's.
+
+    Revisions are etcd's own: they rise with every write to it, not by one with every head.
+
+    Args:
+        etcd: The cluster.
+        prefix: Of all keys; registries with different ones know nothing of each other.
+    """
+
+    def __init__(self, etcd: Etcd, *, prefix: str = "tenplexfs") -> None:
+        self._etcd = etcd
+        self._heads = f"{prefix}/heads/"
+        self._locks = f"{prefix}/locks/"
+
+    async def heads(self) -> tuple[int, dict[JobName, Head]]:
+        """Returns the current revision and the head of every job as of it."""
+        revision, entries = await self._entries()
+        found = {self._job(entry): _head(entry) for entry in entries}
+        return revision, {job: head for job, head in sorted(found.items()) if head is not None}
+
+    async def lock(self, job: JobName, owner: str, *, ttl_s: float) -> Lock:
+        """Takes or renews the job's lock; ConflictError when another owner holds it.
+
+        etcd counts in whole seconds, and gives two at least; a renewal keeps the time it was taken for.
+        """
+        for _ in range(_LOCK_TRIES):
+            held, _ = await self._read(job)
+            if not held.created:
+                taken = await self._take(job, owner, ttl_s)
+                if taken is None:
+                    continue
+                return Lock(job, owner, taken.created)
+            if held.value.decode() != owner:
+                left_s = await self._left_s(held)
+                raise ConflictError(
+                    f"job {job}: locked by {held.value.decode()} for {left_s:.1f} s more",
+                    job=job,
+                    owner=held.value.decode(),
+                )
+            if await self._renew(held):
+                return Lock(job, owner, held.created)
+        raise ConflictError(f"job {job}: the lock changes hands too quickly; try again", job=job)
+
+    async def unlock(self, lock: Lock) -> None:
+        """Releases ``lock`` if it is still held."""
+        key = self._locks + lock.job
+        reply = await self._txn(
+            [_compare(key, "CREATE", lock.token)],
+            [{"request_delete_range": {"key": _encoded(key), "prev_kv": True}}],
+            [],
+        )
+        for response in reply.get("responses", ()):
+            for kv in response["response_delete_range"].get("prev_kvs", ()):
+                await self._revoke(_entry(kv).lease)
+
+    async def compare_and_set(self, lock: Lock, expected: Head | None, new: Head | None) -> None:
+        """Moves the head of ``lock.job``; ConflictError when it is another, or the lock is lost.
+
+        It is written once: after an UnavailableError only the head says whether it was done.
+        """
+        key = self._heads + lock.job
+        found = await self._read(lock.job)
+        _check(lock, expected, *found)
+        value = _NO_HEAD if new is None else text_of_head(new)
+        reply = await self._txn(
+            [
+                _compare(self._locks + lock.job, "CREATE", lock.token),
+                _compare(key, "MOD", found[1].modified),
+            ],
+            [{"request_put": {"key": _encoded(key), "value": _encoded(value)}}],
+            [_range(self._locks + lock.job), _range(key)],
+            again=False,
+        )
+        if not reply.get("succeeded"):
+            _check(lock, expected, *map(_only, reply["responses"]))
+            raise ConflictError(f"job {lock.job}: the head was written meanwhile; nothing changed")
+
+    async def watch(self, revision: int) -> AsyncGenerator[RegistryEvent, None]:
+        """Yields each change after ``revision``, in order; reconnects by itself.
+
+        Of changes that etcd has compacted only the last one of each job is told.
+        """
+        while True:
+            try:
+                async with aclosing(self._changes(revision)) as changes:
+                    async for seen, event in changes:
+                        revision = seen
+                        if event is not None:
+                            yield event
+            except UnavailableError:
+                await trio.sleep(_WATCH_WAIT_S)
+
+    async def _changes(self, revision: int) -> AsyncGenerator[tuple[int, RegistryEvent | None], None]:
+        """Yields how far it is and what changed, until the connection ends or etcd has forgotten the rest."""
+        create = {**_prefix(self._heads), "start_revision": str(revision + 1)}
+        async with aclosing(self._etcd.watch({"create_request": create})) as replies:
+            async for reply in replies:
+                for event in reply.get("events", ()):
+                    entry = _entry(event["kv"])
+                    # deleted by a hand that is not ours
+                    yield self._event(entry, gone=event.get("type") == "DELETE")
+                if reply.get("canceled"):
+                    is_compacted = int(reply.get("compact_revision", 0)) > 0
+                    break
+            else:
+                return
+        if not is_compacted:
+            raise UnavailableError("etcd: the watch was cancelled")
+        now, entries = await self._entries()
+        for entry in sorted(entries, key=lambda each: each.modified):
+            if entry.modified > revision:
+                yield self._event(entry)
+        yield now, None
+
+    def _event(self, entry: _Entry, *, gone: bool = False) -> tuple[int, RegistryEvent]:
+        head = None if gone else _head(entry)
+        return entry.modified, RegistryEvent(entry.modified, self._job(entry), head)
+
+    async def _entries(self) -> tuple[int, list[_Entry]]:
+        reply = await self._etcd.call("kv/range", _prefix(self._heads))
+        return int(reply["header"]["revision"]), [_entry(kv) for kv in reply.get("kvs", ())]
+
+    def _job(self, entry: _Entry) -> JobName:
+        return JobName(entry.key.removeprefix(self._heads))
+
+    async def _read(self, job: JobName) -> tuple[_Entry, _Entry]:
+        """Returns the lock and the head of ``job``, as of one moment."""
+        reply = await self._txn([], [_range(self._locks + job), _range(self._heads + job)], [])
+        held, head = map(_only, reply["responses"])
+        return held, head
+
+    async def _take(self, job: JobName, owner: str, ttl_s: float) -> _Entry | None:
+        """Returns the lock, made now; None when somebody was quicker."""
+        granted = await self._etcd.call("lease/grant", {"TTL": str(max(1, math.ceil(ttl_s)))})
+        lease, key = int(granted["ID"]), self._locks + job
+        put = {"key": _encoded(key), "value": _encoded(owner), "lease": str(lease)}
+        reply = await self._txn(
+            [_compare(key, "CREATE", 0)], [{"request_put": put}, _range(key)], [_range(key)]
+        )
+        held = _only(reply["responses"][-1])
+        if held.lease == lease:
+            return held
+        await self._revoke(lease)
+        return None
+
+    async def _renew(self, held: _Entry) -> bool:
+        reply = await self._etcd.call("lease/keepalive", {"ID": str(held.lease)})
+        return int(reply.get("result", {}).get("TTL", 0)) > 0
+
+    async def _left_s(self, held: _Entry) -> float:
+        reply = await self._etcd.call("lease/timetolive", {"ID": str(held.lease)})
+        return max(0.0, float(reply.get("TTL", 0)))
+
+    async def _revoke(self, lease: int) -> None:
+        try:
+            await self._etcd.call("lease/revoke", {"ID": str(lease)})
+        except NotFoundError:  # it is over already
+            return
+
+    async def _txn(
+        self, compare: list[Reply], success: list[Reply], failure: list[Reply], *, again: bool = True
+    ) -> Reply:
+        body = {"compare": compare, "success": success, "failure": failure}
+        return await self._etcd.call("kv/txn", body, again=again)
+
+
+def _check(lock: Lock, expected: Head | None, held: _Entry, found: _Entry) -> None:
+    """Raises ConflictError unless the lock is held and the head is ``expected``."""
+    if held.created != lock.token:
+        holder = f"{held.value.decode()} has it" if held.created else "its time is over"
+        raise ConflictError(f"job {lock.job}: the lock is lost, {holder}; nothing changed", job=lock.job)
+    head = _head(found)
+    if head != expected:
+        raise ConflictError(
+            f"job {lock.job}: head is {_named(head)}, expected {_named(expected)}; nothing changed",
+            job=lock.job,
+        )
+
+
+def _named(head: Head | None) -> str:
+    return "none" if head is None else str(head.snapshot)
+
+
+def _head(entry: _Entry) -> Head | None:
+    if not entry.modified or entry.value == _NO_HEAD.encode():
+        return None
+    try:
+        return head_of_text(entry.value)
+    except CorruptError as error:
+        raise UnavailableError(f"etcd key {entry.key}: {error.message}") from error
+
+
+def _entry(kv: Reply) -> _Entry:
+    return _Entry(
+        b64decode(kv["key"]).decode(errors="replace"),
+        b64decode(kv.get("value", "")),
+        int(kv.get("create_revision", 0)),
+        int(kv.get("mod_revision", 0)),
+        int(kv.get("lease", 0)),
+    )
+
+
+def _only(response: Reply) -> _Entry:
+    """Returns the one key that a response of a transaction tells of."""
+    kvs = response["response_range"].get("kvs", ())
+    return _entry(kvs[0]) if kvs else _Entry()
+
+
+def _encoded(text: str) -> str:
+    return b64encode(text.encode()).decode()
+
+
+def _range(key: str) -> Reply:
+    return {"request_range": {"key": _encoded(key)}}
+
+
+def _prefix(prefix: str) -> Reply:
+    # "/" is followed by "0"
+    return {"key": _encoded(prefix), "range_end": _encoded(f"{prefix[:-1]}0")}
+
+
+def _compare(key: str, target: str, revision: int) -> Reply:
+    field = {"CREATE": "create_revision", "MOD": "mod_revision"}[target]
+    return {"key": _encoded(key), "target": target, "result": "EQUAL", field: str(revision)}
