@@ -8,12 +8,22 @@ from typing import NewType
 
 from tenplexfs.errors import InvalidError
 
-__all__ = ["Head", "JobName", "NodeName", "SnapshotId", "TxId", "check_job_name", "check_node_name"]
+__all__ = [
+    "Head",
+    "JobName",
+    "NodeName",
+    "SnapshotId",
+    "TxId",
+    "check_job_name",
+    "check_node_name",
+    "parse_snapshot",
+]
 
 JobName = NewType("JobName", str)
 NodeName = NewType("NodeName", str)
 TxId = NewType("TxId", str)
 
+_SNAPSHOT = re.compile(r"([1-9][0-9]{0,17}):(-|[0-9]{1,18}):([0-9a-f]{16})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
 
 
@@ -62,6 +72,26 @@ class SnapshotId:
     def __str__(self) -> str:
         step = "-" if self.step is None else str(self.step)
         return f"generation {self.generation} step {step} txid {self.txid}"
+
+    @property
+    def text(self) -> str:
+        """It in one word, as ``TENPLEXFS_SNAPSHOT`` has it: ``generation:step:txid``."""
+        return f"{self.generation}:{'-' if self.step is None else self.step}:{self.txid}"
+
+
+def parse_snapshot(text: str) -> SnapshotId:
+    """Returns the snapshot that `SnapshotId.text` gave ``text`` of.
+
+    >>> parse_snapshot("2:120:00000000000000ab").step
+    120
+
+    Raises:
+        InvalidError: It is no such text.
+    """
+    found = _SNAPSHOT.fullmatch(text)
+    if found is None:
+        raise InvalidError(f"snapshot {text!r}: need generation:step:txid, as job.json and load say")
+    return SnapshotId(int(found[1]), None if found[2] == "-" else int(found[2]), TxId(found[3]))
 
 
 @dataclass(frozen=True, slots=True)

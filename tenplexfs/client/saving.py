@@ -1,0 +1,239 @@
+"""Saving a rank's state: the daemon hands out files, the tensors are written straight into them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from tenplexfs.client.arrays import Source, source_of
+from tenplexfs.client.connection import Connection, Place, parse_place, patiently, socket_of
+from tenplexfs.client.copying import copy_tasks, raw_bytes
+from tenplexfs.client.session import loaded_from, process_name, remember, run_name
+from tenplexfs.errors import InvalidError, TimedOutError, UnavailableError
+from tenplexfs.formats.frames import MAX_FDS
+from tenplexfs.formats.structure import Flat, flatten
+
+__all__ = ["Save", "save"]
+
+_DATA_BYTES = 32 << 20
+_MAX_THREADS = 4
+_AHEAD = 2  # batches of descriptors that are open at the same time
+
+
+class Save:
+    """A save whose state is copied; the training loop may change it.
+
+    Attributes:
+        step: Of the save.
+        snapshot: What it became, once it is done.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.snapshot: str | None = None
+        self._failure: BaseException | None = None
+        self._ended = threading.Event()
+
+    def done(self) -> bool:
+        """Returns whether it ended, well or not."""
+        return self._ended.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> str:
+        """Returns the snapshot, once every rank has saved and it is committed.
+
+        Raises:
+            TimedOutError: Not within ``timeout_s``; it goes on.
+            TenplexError: It failed; the step before stays.
+        """
+        if not self._ended.wait(timeout_s):
+            raise TimedOutError(f"save of step {self.step}: not done within {timeout_s:g} s")
+        if self._failure is not None:
+            raise self._failure
+        assert self.snapshot is not None
+        return self.snapshot
+
+    def _end(self, snapshot: str | None, failure: BaseException | None = None) -> None:
+        self.snapshot, self._failure = snapshot, failure
+        self._ended.set()
+
+
+def save(
+    state: object,
+    path: str | os.PathLike[str],
+    *,
+    step: int,
+    wait: bool = True,
+    allow_pickle: bool = False,
+    consumed: int | None = None,
+    snapshot: str | None = None,
+) -> Save:
+    """Saves the state of one rank as its part of a step; the step commits when all ranks have saved theirs.
+
+    Args:
+        state: Any nesting of maps and lists, of numpy's or torch's tensors and plain values.
+        path: ``<mount>/<job>/model/<rank>``.
+        step: Must be past the newest one that is committed.
+        wait: Whether to return when the step is committed, else once the state is copied.
+        allow_pickle: Whether other objects are kept, pickled.
+        consumed: How many samples of the epoch are consumed, where that is not steps times the global batch.
+        snapshot: What the job was loaded from; default ``TENPLEXFS_SNAPSHOT``, else what this process last
+            loaded or saved, else none, which only a job without state accepts.
+
+    Raises:
+        InvalidError: The state does not fit the layout, or holds what cannot be kept; nothing changed.
+        PreconditionError, ConflictError: The job is of another generation, or past that step.
+        NoRoomError: The store is full; the step before stays.
+        UnavailableError: The daemon stayed away.
+    """
+    place = parse_place(path)
+    if place.rank is None or place.step is not None:
+        raise InvalidError(f"save {path}: need <mount>/<job>/model/<rank>")
+    if type(step) is not int or step < 0:
+        raise InvalidError(f"save: step {step!r}: need a whole number >= 0")
+    flat = flatten(state, source_of, allow_pickle=allow_pickle)
+    begin = {
+        "job": place.job,
+        "rank": place.rank,
+        "step": step,
+        "snapshot": snapshot or loaded_from(place.mount, place.job),
+        "process": process_name(),
+        "run": run_name(),
+        "tensors": [[path, source.dtype, source.shape] for path, source in flat.tensors.items()],
+        "ties": dict(flat.ties),
+        "document": flat.document,
+        "consumed": consumed,
+        "world": int(os.environ.get("WORLD_SIZE", "1")),
+    }
+    made = Save(step)
+    connection = patiently(lambda: _send(place, begin, flat))
+
+    def finish() -> None:
+        _finish(made, connection, place, begin, flat, again=wait)
+
+    if wait:
+        finish()
+        made.wait()
+    else:
+        # No daemon thread: the process must not end before what it saved is safe.
+        threading.Thread(target=finish, name=f"tenplexfs-save-{step}", daemon=False).start()
+    return made
+
+
+def _send(place: Place, begin: Mapping[str, object], flat: Flat[Source]) -> Connection:
+    """Returns the connection that holds the save, with everything copied."""
+    connection = Connection(socket_of(place.mount))
+    try:
+        begun = connection.ask("save.begin", **begin)
+        remember(place.mount, place.job, begun["base"])
+        sources = list(flat.tensors.values())
+        _write_files(connection, begun["save"], [sources[i] for i in begun["files"]])
+        _send_data(connection, begun["save"], [(i, sources[i]) for i in begun["data"]])
+        connection.ask("save.seal", save=begun["save"])
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _finish(
+    made: Save,
+    connection: Connection,
+    place: Place,
+    begin: Mapping[str, object],
+    flat: Flat[Source],
+    *,
+    again: bool,
+) -> None:
+    """Waits for the commit; with ``again``, saves once more when the daemon was restarted meanwhile."""
+    try:
+        while True:
+            try:
+                with connection:
+                    snapshot = _wait(connection, place, begin)
+                break
+            except UnavailableError:
+                found = patiently(lambda: _committed(place, begin))
+                if found is not None:
+                    snapshot = found
+                    break
+                if not again:  # the state may have changed by now
+                    raise
+                connection = patiently(lambda: _send(place, begin, flat))
+        remember(place.mount, place.job, snapshot)
+        made._end(snapshot)
+    except BaseException as error:  # raised again where the save is waited for
+        made._end(None, error)
+
+
+def _wait(connection: Connection, place: Place, begin: Mapping[str, object]) -> str:
+    while True:
+        answer = connection.ask("save.wait", job=place.job, step=begin["step"])
+        if answer["snapshot"] is not None:
+            return str(answer["snapshot"])
+
+
+def _committed(place: Place, begin: Mapping[str, object]) -> str | None:
+    """Returns the snapshot of the step if it was committed before the daemon ended."""
+    with Connection(socket_of(place.mount)) as connection:
+        fields = {name: begin[name] for name in ("job", "rank", "step", "process", "run")}
+        found = connection.ask("save.outcome", **fields)["snapshot"]
+    return None if found is None else str(found)
+
+
+def _write_files(connection: Connection, name: int, sources: Sequence[Source]) -> None:
+    """Writes ``sources`` into the files that the daemon hands out, some at a time."""
+    if not sources:
+        return
+    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(threads, thread_name_prefix="tenplexfs-copy") as pool, ExitStack() as stack:
+        batches: deque[tuple[list[int], list[Future[None]]]] = deque()
+        for first in range(0, len(sources), MAX_FDS):
+            batch = sources[first : first + MAX_FDS]
+            answer, fds = connection.ask_fds("save.files", save=name, first=first, count=len(batch))
+            futures: list[Future[None]] = []
+            batches.append((fds, futures))
+            stack.callback(_end_batch, fds, futures)
+            for source, fd, (offset, recycled) in zip(batch, fds, answer["files"], strict=True):
+                tasks = copy_tasks(fd, offset, source.array(), recycled=recycled)
+                futures.extend(map(pool.submit, tasks))
+            while len(batches) >= _AHEAD:
+                _end_batch(*batches.popleft())
+
+
+def _end_batch(fds: list[int], futures: list[Future[None]]) -> None:
+    """Waits until all is written, and closes the files; a second time does nothing."""
+    failures = [error for future in futures if (error := future.exception()) is not None]
+    for fd in fds:
+        os.close(fd)
+    fds.clear()
+    futures.clear()
+    if failures:
+        raise failures[0]
+
+
+def _send_data(connection: Connection, name: int, sources: Sequence[tuple[int, Source]]) -> None:
+    """Sends small tensors as bytes, many in a frame."""
+    items: list[Any] = []
+    size = 0
+
+    def flush() -> None:
+        nonlocal size
+        if items:
+            connection.ask("save.data", save=name, items=items)
+            items.clear()
+            size = 0
+
+    for index, source in sources:
+        array = np.ascontiguousarray(source.array())
+        if size + array.nbytes > _DATA_BYTES:
+            flush()
+        items.append([index, raw_bytes(array).tobytes()])
+        size += array.nbytes
+    flush()
