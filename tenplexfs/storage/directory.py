@@ -10,15 +10,16 @@ from pathlib import Path
 
 from tenplexfs.errors import CorruptError, ExistsError, InvalidError, NoRoomError, PreconditionError
 
-__all__ = ["OBJECTS", "REGISTRY", "SEGMENTS", "Directory"]
+__all__ = ["INDEXES", "OBJECTS", "REGISTRY", "SEGMENTS", "Directory"]
 
 OBJECTS = "objects"
 SEGMENTS = "segments"
 REGISTRY = "registry"
+INDEXES = "indexes"
 _LOCK = "lock"
 _MANIFEST = "manifest.msgpack"
 _ASIDE = "manifest.next"
-_OURS = {OBJECTS, SEGMENTS, REGISTRY, _LOCK, _MANIFEST, _ASIDE}
+_OURS = {OBJECTS, SEGMENTS, REGISTRY, INDEXES, _LOCK, _MANIFEST, _ASIDE}
 
 
 class Directory:
