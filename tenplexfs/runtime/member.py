@@ -8,21 +8,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import trio
 
-from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
-from tenplexfs.core.transaction import is_older, settle
+from tenplexfs.core.ptc import PTC
+from tenplexfs.core.snapshot import Head, JobName, NodeName, TxId
+from tenplexfs.core.transaction import is_older, kept_steps, settle
 from tenplexfs.errors import ConflictError, CorruptError, NotFoundError, PreconditionError, TenplexError
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.fetching import Fetcher, Handles
 from tenplexfs.runtime.leases import LeaseTable
 from tenplexfs.runtime.namespace import Namespace
 from tenplexfs.runtime.orders import Description, StageOrder
+from tenplexfs.runtime.past import GRACE_S, Held, Past, Shown, keep_steps, step_name
 from tenplexfs.runtime.planning import Expanded, StagePart, expand, stage_part
 from tenplexfs.runtime.protocols import ArraySource, PeerReader
-from tenplexfs.runtime.snapshot import LocalArrays, NoArrays, Snapshot, rank_nodes
+from tenplexfs.runtime.snapshot import LocalArrays, NoArrays, Snapshot, holding_nodes, rank_nodes
 from tenplexfs.runtime.staging import Base, ScatterFactory, Staging
 from tenplexfs.storage.store import Store, StoredSnapshot
 
@@ -33,34 +34,6 @@ log = logging.getLogger(__name__)
 _SWEEP_S = 0.5
 
 
-@dataclass(frozen=True)
-class Shown:
-    """What the mount shows of a job.
-
-    Attributes:
-        slot: Of the namespace.
-        stored: Whether a part of it is in this node's store.
-    """
-
-    head: Head
-    view: Snapshot
-    slot: int
-    stored: bool
-    settings_json: bytes
-    survives_node_losses: int
-
-
-@dataclass
-class _Retired:
-    """A snapshot that was shown, and whose bytes somebody may still need."""
-
-    shown: Shown
-    job: JobName
-    since_s: float
-    released: bool  # all nodes show the next one
-    held_on: tuple[NodeName, ...]  # where bytes are kept for handles of this node
-
-
 class Member:
     """This node's part of every job.
 
@@ -68,6 +41,7 @@ class Member:
         describe: Asks the nodes of a head for its layout, where this node stores none of it.
         read_timeout_s: How long a read waits for another node.
         retain_s: How long a replaced snapshot is kept for others that do not say they are done with it.
+        grace_s: How long it is kept at least, for walks that are under way.
     """
 
     def __init__(
@@ -84,6 +58,7 @@ class Member:
         read_timeout_s: float,
         retain_s: float,
         remote_reads: bool,
+        grace_s: float = GRACE_S,
     ) -> None:
         self.node = node
         self.store = store
@@ -91,13 +66,13 @@ class Member:
         self._peers = peers
         self._scatter = scatter
         self._handles = handles
-        self._leases = leases
         self._compute = compute
         self._read_timeout_s = read_timeout_s
-        self._retain_s = retain_s
         self._remote_reads = remote_reads
         self._shown: dict[JobName, Shown] = {}
-        self._retired: dict[TxId, _Retired] = {}
+        self._past = Past(
+            store=store, tree=tree, leases=leases, retain_s=retain_s, grace_s=grace_s, shown=self._shown
+        )
         self._sources: dict[TxId, ArraySource] = {}
         self._expanded: dict[TxId, Expanded] = {}
         self._staging: dict[TxId, tuple[JobName, trio.CancelScope]] = {}
@@ -113,9 +88,9 @@ class Member:
         """Returns whether a next snapshot of ``job`` is being made here."""
         return any(other == job for other, _ in self._staging.values())
 
-    def retired(self) -> list[tuple[JobName, SnapshotId]]:
-        """Returns the snapshots that are past, and still held."""
-        return [(retired.job, retired.shown.head.snapshot) for retired in self._retired.values()]
+    def past(self) -> list[Held]:
+        """Returns the snapshots that are the newest no more, and still here."""
+        return list(self._past.held())
 
     def holds(self, job: JobName, txid: TxId) -> bool:
         """Returns whether this node can send bytes of a snapshot."""
@@ -237,9 +212,9 @@ class Member:
         self._expanded.pop(txid, None)
         if txid in self._staging:
             self._staging[txid][1].cancel()
-        elif txid in self._retired:
-            self._retired[txid].released = True
-            await self.sweep()
+        elif txid in self._past:
+            self._past.release(job, txid)
+            await self._past.sweep()
         else:
             await trio.to_thread.run_sync(self.store.drop, job, txid)
 
@@ -274,15 +249,31 @@ class Member:
                     await trio.to_thread.run_sync(self.store.commit, job, head.snapshot.txid)
                 await self._publish(job, head, known, expanded, mine)
                 self._expanded.pop(head.snapshot.txid, None)
+                await self._keep(job)
                 for txid in found.drop:
-                    if txid not in self._retired and txid not in self._staging:
+                    if txid not in self._past and txid not in self._staging:
                         await trio.to_thread.run_sync(self.store.drop, job, txid)
 
     async def _publish(
         self, job: JobName, head: Head, known: Description, expanded: Expanded, stored: StoredSnapshot | None
     ) -> None:
+        view = self._view(job, head, known, expanded.ptc, stored)
+        step = head.snapshot.step
+        slot = await self._tree.publish_and_invalidate(job, view, None if step is None else expanded.ptc)
+        step_slot = None if step is None else await self._tree.add_name(step_name(job, step), slot)
+        before = self._shown.get(job)
+        losses = expanded.survives_node_losses
+        self._shown[job] = Shown(head, view, slot, step_slot, stored is not None, known.settings_json, losses)
+        if before is not None:
+            await self._past.add(job, before, released=False)
+            # Before the coordinator hears that this node has switched, and lets the others drop the old one.
+            await self._handles.settle()
+        log.info("job %s: shows %s", job, head.snapshot)
+
+    def _view(
+        self, job: JobName, head: Head, known: Description, ptc: PTC, stored: StoredSnapshot | None
+    ) -> Snapshot:
         arrays: LocalArrays = NoArrays() if stored is None else self.store.arrays(stored)
-        ptc = expanded.ptc
         fetcher = Fetcher(
             job=job,
             txid=head.snapshot.txid,
@@ -293,7 +284,7 @@ class Member:
             timeout_s=self._read_timeout_s,
             allowed=self._remote_reads,
         )
-        view = Snapshot(
+        return Snapshot(
             job=job,
             snapshot=head.snapshot,
             layout_json=known.layout_json,
@@ -303,17 +294,23 @@ class Member:
             arrays=arrays,
             fetcher=fetcher,
         )
-        shows_state = head.snapshot.step is not None
-        slot = await self._tree.publish_and_invalidate(job, view, ptc if shows_state else None)
-        before = self._shown.get(job)
-        self._shown[job] = Shown(
-            head, view, slot, stored is not None, known.settings_json, expanded.survives_node_losses
-        )
-        if before is not None:
-            self._retire(job, before, released=False)
-            # Before the coordinator hears that this node has switched, and lets the others drop the old one.
-            await self._handles.settle()
-        log.info("job %s: shows %s", job, head.snapshot)
+
+    async def _keep(self, job: JobName) -> None:
+        """Shows the steps of the store that are kept and not shown yet: after a restart."""
+        shown, stored = self._shown[job], self._stored(job)
+        past = [each.id for each in stored.values() if each.committed]
+        kept = kept_steps(shown.head.snapshot, past, count=keep_steps(shown.settings_json))
+        for txid in sorted(kept):
+            if txid in self._past or (step := stored[txid].id.step) is None:
+                continue
+            known = self.describe(job, txid)
+            expanded = await self._compute(expand, known.layout_json)
+            head = Head(known.snapshot, expanded.digest, holding_nodes(expanded.ptc))
+            view = self._view(job, head, known, expanded.ptc, stored[txid])
+            slot = await self._tree.publish_and_invalidate(step_name(job, step), view, expanded.ptc)
+            losses = expanded.survives_node_losses
+            older = Shown(head, view, slot, slot, True, known.settings_json, losses)
+            await self._past.add(job, older, released=True)
 
     async def show_last(self, job: JobName) -> None:
         """Lets the mount show the newest committed snapshot of the store: the registry is away.
@@ -328,12 +325,12 @@ class Member:
             committed, key=lambda each: (each.id.generation, -1 if each.id.step is None else each.id.step)
         )
         expanded = await self._compute(expand, newest.layout_json)
-        nodes = tuple(NodeName(node) for node, ranks in sorted(expanded.ptc.nodes.items()) if ranks)
-        head = Head(newest.id, expanded.digest, nodes)
+        head = Head(newest.id, expanded.digest, holding_nodes(expanded.ptc))
         async with self._lock(job):
             if job not in self._shown:
                 with trio.CancelScope(shield=True):
                     await self._publish(job, head, self.describe(job, newest.id.txid), expanded, newest)
+                    await self._keep(job)
 
     async def remove(self, job: JobName) -> None:
         """Takes a job out of the mount and the store; open files keep their bytes."""
@@ -342,41 +339,20 @@ class Member:
                 shown = self._shown.pop(job, None)
                 if shown is not None:
                     await self._tree.retract_and_invalidate(job)
-                    self._retire(job, shown, released=True)
-                for retired in self._retired.values():
-                    retired.released = retired.released or retired.job == job
+                    await self._past.add(job, shown, released=True)
+                self._past.release(job)
                 for txid in self._stored(job):
                     if txid in self._staging:
                         self._staging[txid][1].cancel()
-                    elif txid not in self._retired:
+                    elif txid not in self._past:
                         await trio.to_thread.run_sync(self.store.drop, job, txid)
-                await self.sweep()
+                await self._past.sweep()
 
     # What happens behind.
 
-    def _retire(self, job: JobName, shown: Shown, *, released: bool) -> None:
-        handles = self._tree.open_handles(shown.slot)
-        # Whoever has a file or directory open goes on reading there, also what is on other nodes.
-        held_on = shown.view.fetcher.others() if handles.files or handles.directories else ()
-        shown.view.fetcher.hold(held_on)
-        txid = shown.head.snapshot.txid
-        self._retired[txid] = _Retired(shown, job, trio.current_time(), released, held_on)
-
     async def sweep(self) -> None:
         """Frees what is past and what nobody holds."""
-        now_s = trio.current_time()
-        for txid, retired in list(self._retired.items()):
-            expired = now_s - retired.since_s > self._retain_s
-            handles = self._tree.open_handles(retired.shown.slot)
-            waited_for = not retired.released or handles.directories or self._leases.count(txid)
-            is_held = handles.files or (waited_for and not expired)
-            if is_held or self._retired.get(txid) is not retired:  # another sweep may have been quicker
-                continue
-            del self._retired[txid]
-            retired.shown.view.fetcher.drop(retired.held_on)
-            self._tree.free(retired.shown.slot)
-            retired.shown.view.arrays.release()
-            await trio.to_thread.run_sync(self.store.drop, retired.job, txid)
+        await self._past.sweep()
 
     async def run(self) -> None:
         """Sweeps now and then, until cancelled."""

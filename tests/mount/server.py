@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 import trio
@@ -64,13 +65,15 @@ class Server:
             self.job_names.append(JobName(job))
         return await self.namespace.publish_and_invalidate(JobName(job), view, ptc if state else None)
 
-    async def storm(self, *, first: int, last: int, keep: int = 0, job: str = "gpt") -> None:
-        """Publishes versions one after the other; each is freed when ``keep`` + 1 newer ones are there."""
+    async def storm(self, *, first: int, last: int, grace_s: float, job: str = "gpt") -> None:
+        """Publishes versions one after the other; each is freed when it was past for ``grace_s``."""
+        past: deque[tuple[float, int]] = deque()
         for version in range(first, last):
             slot = await self.publish(job=job, version=version)
             self.status = str(version).encode()
-            if slot - keep > 1:
-                self.namespace.free(slot - keep - 1)
+            past.append((trio.current_time(), slot - 1))
+            while past[0][0] + grace_s < trio.current_time():
+                self.namespace.free(past.popleft()[1])
             await trio.sleep(0.003)
 
     async def retract(self, *, job: str) -> None:

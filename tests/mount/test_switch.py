@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -83,11 +84,13 @@ def test_what_is_open_stays_and_what_is_freed_is_estale(daemon):
         opened.close()
         os.close(directory)
         del mapped
-    assert daemon("handles", slot=slot) == [0, 0]
+    deadline = time.monotonic() + 5  # the kernel releases after close, when it likes
+    while daemon("handles", slot=slot) != [0, 0]:
+        assert time.monotonic() < deadline
 
 
-@pytest.mark.parametrize("keep", [0, 5])
-def test_a_storm_of_switches(daemon, keep):
+@pytest.mark.parametrize("grace_s", [0.05, 0.5])
+def test_a_storm_of_switches(daemon, grace_s):
     daemon("publish", version=0)
     job: Path = daemon.path / "gpt"
     done = threading.Event()
@@ -132,7 +135,7 @@ def test_a_storm_of_switches(daemon, keep):
     for thread in threads:
         thread.start()
     try:
-        daemon("storm", first=1, last=150, keep=keep)
+        daemon("storm", first=1, last=150, grace_s=grace_s)
     finally:
         done.set()
         for thread in threads:

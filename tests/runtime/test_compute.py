@@ -42,7 +42,7 @@ def test_a_worker_that_was_killed_is_replaced(compute):
     async def main():
         pid = await compute(os.getpid)
         os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # noqa: ASYNC222 - it is dead at once
         assert await compute(max, 1, 2) == 2
 
     trio.run(main)
