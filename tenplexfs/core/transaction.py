@@ -6,7 +6,7 @@ stores with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -19,6 +19,7 @@ __all__ = [
     "after_lost_reply",
     "check_expected",
     "is_older",
+    "kept_steps",
     "next_snapshot",
     "settle",
 ]
@@ -99,3 +100,22 @@ def settle(head: Head | None, stored: Mapping[TxId, bool]) -> Settlement:
         commit=show is not None and not stored[show],
         drop=tuple(sorted(each for each in stored if each != txid)),
     )
+
+
+def kept_steps(head: SnapshotId, past: Iterable[SnapshotId], *, count: int) -> frozenset[TxId]:
+    """Returns the past snapshots that are kept as steps: the newest ones before the head's, of each the last.
+
+    A step that the head has too, or that is beyond it since a rollback, is not kept.
+
+    Args:
+        head: Of the job; it counts as one of the steps.
+        past: Snapshots that were heads.
+        count: Of steps, at least 1.
+    """
+    last: dict[int, SnapshotId] = {}
+    for each in past:
+        if each.step is None or head.step is None or each.step >= head.step:
+            continue
+        if each.step not in last or last[each.step].generation < each.generation:
+            last[each.step] = each
+    return frozenset(last[step].txid for step in sorted(last, reverse=True)[: count - 1])

@@ -19,6 +19,7 @@ from tenplexfs.errors import NotFoundError
 from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.member import Member, Shown
 from tenplexfs.runtime.orders import Progress
+from tenplexfs.runtime.past import Held
 
 __all__ = ["VERSION", "Metrics", "View", "progress_message"]
 
@@ -158,7 +159,8 @@ class View:
                 "path": str(store.path),
                 "used_bytes": store.used_bytes,
                 "limit_bytes": store.limit_bytes,
-                "past": [{"job": job, "txid": past.txid} for job, past in self._member.retired()],
+                "past": [_held(past) for past in self._member.past() if not past.kept],
+                "kept": [_held(past) for past in self._member.past() if past.kept],
             },
             "jobs": {job: self.job_status(job) for job in self._table.jobs()},
         }
@@ -175,6 +177,18 @@ class View:
     def _away(self) -> str | None:
         away = self._table.registry_away
         return f"nothing switches, the registry is away: {away}" if away else None
+
+
+def _held(past: Held) -> Mapping[str, object]:
+    return {
+        "job": past.job,
+        "generation": past.snapshot.generation,
+        "step": past.snapshot.step,
+        "txid": past.snapshot.txid,
+        "open_files": past.handles.files,
+        "open_directories": past.handles.directories,
+        "leases": past.leases,
+    }
 
 
 def progress_message(progress: Progress, job: control_pb2.Job | None = None) -> control_pb2.Progress:

@@ -23,7 +23,7 @@ from tenplexfs.runtime.orders import Description, StageOrder
 from tenplexfs.runtime.past import GRACE_S, Held, Past, Shown, keep_steps, step_name
 from tenplexfs.runtime.planning import Expanded, StagePart, expand, stage_part
 from tenplexfs.runtime.protocols import ArraySource, PeerReader
-from tenplexfs.runtime.snapshot import LocalArrays, NoArrays, Snapshot, holding_nodes, rank_nodes
+from tenplexfs.runtime.snapshot import LocalArrays, NoArrays, Snapshot, rank_nodes
 from tenplexfs.runtime.staging import Base, ScatterFactory, Staging
 from tenplexfs.storage.store import Store, StoredSnapshot
 
@@ -305,7 +305,7 @@ class Member:
                 continue
             known = self.describe(job, txid)
             expanded = await self._compute(expand, known.layout_json)
-            head = Head(known.snapshot, expanded.digest, holding_nodes(expanded.ptc))
+            head = Head(known.snapshot, expanded.digest, _holding_nodes(expanded.ptc))
             view = self._view(job, head, known, expanded.ptc, stored[txid])
             slot = await self._tree.publish_and_invalidate(step_name(job, step), view, expanded.ptc)
             losses = expanded.survives_node_losses
@@ -325,7 +325,7 @@ class Member:
             committed, key=lambda each: (each.id.generation, -1 if each.id.step is None else each.id.step)
         )
         expanded = await self._compute(expand, newest.layout_json)
-        head = Head(newest.id, expanded.digest, holding_nodes(expanded.ptc))
+        head = Head(newest.id, expanded.digest, _holding_nodes(expanded.ptc))
         async with self._lock(job):
             if job not in self._shown:
                 with trio.CancelScope(shield=True):
@@ -368,3 +368,7 @@ class Member:
 
     def _lock(self, job: JobName) -> trio.Lock:
         return self._locks.setdefault(job, trio.Lock())
+
+
+def _holding_nodes(ptc: PTC) -> tuple[NodeName, ...]:
+    return tuple(NodeName(node) for node, ranks in sorted(ptc.nodes.items()) if ranks)

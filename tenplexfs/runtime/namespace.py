@@ -70,11 +70,16 @@ class _LiveTree:
     """Slot 0: the root and ``.tenplexfs``, which change; the kernel caches nothing of them but the root."""
 
     def __init__(
-        self, control: Control, roots: Mapping[JobName, SnapshotTree], clock_ns: Callable[[], int]
+        self,
+        control: Control,
+        roots: Mapping[JobName, SnapshotTree],
+        unlisted: Mapping[JobName, SnapshotTree],
+        clock_ns: Callable[[], int],
     ) -> None:
         self.root_mtime_ns = clock_ns()
         self._control = control
         self._roots = roots
+        self._unlisted = unlisted
         self._clock_ns = clock_ns
         self._files = [(name.encode(), make) for name, make in sorted(control.files.items())]
         self._job_files = [(name.encode(), make) for name, make in sorted(control.job_files.items())]
@@ -86,7 +91,8 @@ class _LiveTree:
         """Returns the entry ``name`` of the directory ``parent``, or None."""
         if parent == ROOT_INO:
             # Hot: every walk into a job comes through here.
-            root = self._roots.get(JobName(name.decode(errors="replace")))
+            job = JobName(name.decode(errors="replace"))
+            root = self._roots.get(job) or self._unlisted.get(job)
             if root is not None:
                 return root.attributes(root.root)
         return next((entry for entry_name, entry, _ in self.entries(parent, 0) if entry_name == name), None)
@@ -164,7 +170,8 @@ class Namespace:
         self.store = store
         self._clock_ns = clock_ns
         self._roots: dict[JobName, SnapshotTree] = {}
-        self._live = _LiveTree(control, self._roots, clock_ns)
+        self._unlisted: dict[JobName, SnapshotTree] = {}
+        self._live = _LiveTree(control, self._roots, self._unlisted, clock_ns)
         self._trees: dict[int, Tree] = {0: self._live}
         self._slots = count(1)
         self._fhs = count(1)
@@ -196,19 +203,42 @@ class Namespace:
         await self._invalidate(job)
         return slot
 
+    async def add_name(self, name: JobName, slot: int) -> int:
+        """Lets ``name`` lead to the snapshot of ``slot`` too, by inodes of its own, and returns their slot.
+
+        It can be walked to but is not listed until `list_name`.
+        """
+        tree = self._trees[slot]
+        assert isinstance(tree, SnapshotTree)
+        twin = tree.twin(next(self._slots))
+        self._trees[twin.slot] = twin
+        had = self._roots.pop(name, None) or self._unlisted.get(name)
+        self._unlisted[name] = twin
+        if had is not None:
+            await self._invalidate(name)
+        return twin.slot
+
+    async def list_name(self, name: JobName) -> None:
+        """Lists a name that `add_name` made."""
+        if name in self._unlisted:
+            self._roots[name] = self._unlisted.pop(name)
+            self._live.root_mtime_ns = self._clock_ns()
+            await self._invalidate(name)
+
     def retract(self, job: JobName) -> None:
-        """Takes ``job`` out of the root; its snapshot stays reachable for who is in it, until `free`."""
+        """Takes a name out of the root; its snapshot stays reachable for who is in it, until `free`."""
         self._roots.pop(job, None)
+        self._unlisted.pop(job, None)
         self._live.root_mtime_ns = self._clock_ns()
 
     async def retract_and_invalidate(self, job: JobName) -> None:
-        """Retracts, and returns once no fresh walk finds the job."""
+        """Retracts, and returns once no fresh walk finds the name."""
         self.retract(job)
         await self._invalidate(job)
 
     def slot(self, job: JobName) -> int | None:
-        """Returns the slot that ``job`` leads to now."""
-        tree = self._roots.get(job)
+        """Returns the slot that a name leads to now."""
+        tree = self._roots.get(job) or self._unlisted.get(job)
         return None if tree is None else tree.slot
 
     def open_handles(self, slot: int) -> Handles:
@@ -221,7 +251,7 @@ class Namespace:
         Raises:
             PreconditionError: A job leads to it.
         """
-        for job, root in self._roots.items():
+        for job, root in (*self._roots.items(), *self._unlisted.items()):
             if root.slot == slot:
                 raise PreconditionError(f"job {job}: slot {slot} is what it shows; publish another first")
         tree = self._trees.pop(slot, None)

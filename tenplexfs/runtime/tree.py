@@ -9,16 +9,15 @@ same paths share one: memory grows with the distinct sets of paths, not with the
 from __future__ import annotations
 
 import json
-from array import array
-from bisect import bisect_left
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from copy import copy
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tenplexfs.core.region import Region
 from tenplexfs.errors import CorruptError, InvalidError, StaleError
 from tenplexfs.formats.npy import file_size
 from tenplexfs.runtime.joined import JoinedFiles
+from tenplexfs.runtime.path_tree import PathTree
 from tenplexfs.runtime.protocols import FileContent, SnapshotView
 
 if TYPE_CHECKING:
@@ -107,80 +106,6 @@ class BytesContent:
         """Holds nothing."""
 
 
-class PathTree:
-    """Tensor paths as directories and ``.npy`` files; nodes by breadth, so that children lie side by side.
-
-    Attributes:
-        names: Of each node, UTF-8; node 0 is the root, children are in the order of their names.
-        paths: The tensor path of each file, None for directories.
-        first, count: The children of a node are ``first[n]`` up to ``first[n] + count[n]``.
-        subdirs: How many of them are directories.
-
-    >>> tree = PathTree(["layers/0/w", "layers/0/b", "norm"])
-    >>> tree.names
-    [b'', b'layers', b'norm.npy', b'0', b'b.npy', b'w.npy']
-    >>> tree.child(tree.child(0, b"layers"), b"0")
-    3
-    """
-
-    __slots__ = ("count", "first", "names", "paths", "subdirs")
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        self.names: list[bytes] = [b""]
-        self.paths: list[str | None] = [None]
-        self.first = array("l", [0])
-        self.count = array("l", [0])
-        self.subdirs = array("l", [0])
-        queue = deque([(0, _nested(paths))])
-        while queue:
-            node, children = queue.popleft()
-            self.first[node] = len(self.names)
-            self.count[node] = len(children)
-            for name, child in sorted((name.encode(), child) for name, child in children.items()):
-                if not isinstance(child, str):
-                    self.subdirs[node] += 1
-                    queue.append((len(self.names), child.children))
-                self.names.append(name)
-                self.paths.append(child if isinstance(child, str) else None)
-                self.first.append(0)
-                self.count.append(0)
-                self.subdirs.append(0)
-        if len(self.names) > _NODE_MASK + 1:
-            raise InvalidError(f"tree: {len(self.names)} entries, need at most {_NODE_MASK + 1} a rank")
-
-    def child(self, node: int, name: bytes) -> int:
-        """Returns the child of ``node`` called ``name``, or 0."""
-        first = self.first[node]
-        end = first + self.count[node]
-        at = bisect_left(self.names, name, first, end)
-        return at if at < end and self.names[at] == name else 0
-
-
-class _Directory:
-    """Children by name while a `PathTree` is built: a tensor path, or a directory."""
-
-    __slots__ = ("children",)
-
-    def __init__(self) -> None:
-        self.children: dict[str, str | _Directory] = {}
-
-
-def _nested(paths: Sequence[str]) -> dict[str, str | _Directory]:
-    root = _Directory()
-    for path in paths:
-        directory = root
-        *parents, last = path.split("/")
-        for part in parents:
-            child = directory.children.setdefault(part, _Directory())
-            if isinstance(child, str):
-                raise InvalidError(f"tensor {path!r}: {part!r} is the file of tensor {child!r} already")
-            directory = child
-        if last + ".npy" in directory.children:
-            raise InvalidError(f"tensor {path!r}: its file is a directory, or another tensor, already")
-        directory.children[last + ".npy"] = path
-    return root.children
-
-
 class SnapshotTree:
     """Everything below ``<job>`` for one snapshot. Built in any thread, then read by one.
 
@@ -225,6 +150,15 @@ class SnapshotTree:
         every = tuple(sorted(ptc.tensors))
         self._full = trees.get(every) or PathTree(every)
         self._joined = JoinedFiles(view, ptc)
+
+    def twin(self, slot: int) -> SnapshotTree:
+        """Returns the same tree with inodes of its own, for a second name in the root."""
+        other = copy(self)
+        other.slot = slot
+        other.root = slot << SLOT_SHIFT
+        other._full_base = other._moved(self._full_base)
+        other._top = [(name, other._moved(ino)) for name, ino in self._top]
+        return other
 
     def lookup(self, parent: int, name: bytes) -> Attributes | None:
         """Returns the entry ``name`` of the directory ``parent``, or None."""
@@ -351,6 +285,9 @@ class SnapshotTree:
             content.close()
             raise CorruptError(f"{name} of job {self._view.job}: {content.size} bytes, stat says {expected}")
         return content
+
+    def _moved(self, ino: int) -> int:
+        return self.root | ino & ((1 << SLOT_SHIFT) - 1)
 
     def _rank_ino(self, section: int, rank: int) -> int:
         return self.root | section << _SECTION_SHIFT | rank << _RANK_SHIFT

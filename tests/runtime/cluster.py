@@ -277,6 +277,7 @@ class Node:
             read_timeout_s=5,
             retain_s=600,
             remote_reads=True,
+            grace_s=0,
         )
         peers.open_arrays[self.name] = self.member.open_arrays
         self.coordinator = Coordinator(

@@ -9,7 +9,8 @@ from tenplexfs.core.layout import Layout, Mesh, TensorEntry
 from tenplexfs.core.ptc import PTC
 from tenplexfs.errors import CorruptError, InvalidError
 from tenplexfs.formats.safetensors import parse
-from tenplexfs.runtime.tree import SLOT_SHIFT, BytesContent, PathTree, SnapshotTree
+from tenplexfs.runtime.path_tree import PathTree
+from tenplexfs.runtime.tree import SLOT_SHIFT, BytesContent, SnapshotTree
 from tests.fuse.memory import CREATED_NS, MemoryView, local, npy, small_ptc, whole
 
 SLOT = 5
