@@ -62,6 +62,7 @@ class StoredSnapshot:
         created_ns: When it was made, since 1970.
         arrays: (rank, tensor path as shown) -> where the array lies; several may share one.
         settings_json: The settings of the job, or nothing.
+        values: What the ranks hold beside tensors, as `formats.values` packs it, or nothing.
     """
 
     job: JobName
@@ -71,6 +72,7 @@ class StoredSnapshot:
     created_ns: int
     arrays: Mapping[tuple[int, str], ArrayRef]
     settings_json: bytes = b""
+    values: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,7 @@ class _Snapshot(msgspec.Struct):
     dtypes: list[str]
     arrays: list[_Ref]
     settings_json: bytes
+    values: bytes = b""
 
 
 class _Manifest(msgspec.Struct):
@@ -180,6 +183,7 @@ def encode_snapshot(stored: StoredSnapshot) -> bytes:
             list(dtypes),
             list(refs.values()),
             stored.settings_json,
+            stored.values,
         )
     )
 
@@ -217,6 +221,7 @@ def decode_snapshot(data: bytes, *, committed: bool) -> StoredSnapshot:
         packed.created_ns,
         arrays,
         packed.settings_json,
+        packed.values,
     )
 
 

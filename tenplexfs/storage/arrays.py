@@ -67,6 +67,20 @@ class SnapshotArrays:
             return None
         return memoryview(self._map(ref))[ref.offset : ref.offset + ref.header_bytes + ref.nbytes]
 
+    def open(self, rank: int, path: str) -> tuple[int, ArrayRef] | None:
+        """Returns a descriptor of the file that holds the array, for reading, and where in it; else None.
+
+        Raises:
+            StaleError: It was released.
+        """
+        ref = self.stored.arrays.get((rank, path))
+        if ref is None:
+            return None
+        with self._lock:
+            if self._release is None:
+                raise StaleError(f"job {self.stored.job}, {self.stored.id}: was released")
+            return self._files.open(ref.file), ref
+
     def release(self) -> None:
         """Takes the pin back; a second time does nothing."""
         with self._lock:

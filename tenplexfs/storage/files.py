@@ -1,6 +1,7 @@
 """The data files of a store: allocated whole before use, counted, mapped, unlinked when nothing names them.
 
-A file is never truncated, punched or used again: what is mapped keeps its bytes for as long as it is mapped.
+A file is never truncated or punched, and used again only when the kernel says that nobody has it open or
+mapped: what is mapped keeps its bytes for as long as it is mapped.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from tenplexfs.errors import CorruptError, NoRoomError, StaleError
 from tenplexfs.storage.directory import OBJECTS, SEGMENTS
+from tenplexfs.storage.holders import is_alone
 
 __all__ = ["FileTable"]
 
@@ -42,6 +44,10 @@ class FileTable:
         self._writers: dict[str, list[weakref.ref[mmap.mmap]]] = {}
         self._dying_bytes = 0
         self._unlinked: list[tuple[int, list[weakref.ref[mmap.mmap]]]] = []
+        self._lingering: list[tuple[int, int]] = []  # unlinked, and held by other processes: size, descriptor
+        self._spares: dict[tuple[str, int], list[str]] = {}  # nobody's: kind and exact size -> names
+        self._spare_bytes = 0
+        self._recycled: set[str] = set()
 
     def adopt(self, wanted: Mapping[str, int]) -> None:
         """Takes over the files of an earlier owner: ``wanted`` says which, and the least size of each.
@@ -70,8 +76,12 @@ class FileTable:
         with self._lock:
             return self._used()
 
-    def allocate(self, wanted: Sequence[tuple[str, int]]) -> list[str]:
+    def allocate(self, wanted: Sequence[tuple[str, int]], *, recycle: bool = False) -> list[str]:
         """Makes a file for each (kind, size): all or none. They are zeros, and named once.
+
+        Args:
+            wanted: Of each, "objects" or "segments", and its bytes.
+            recycle: Files may hold what spare ones held, and cost no new pages; `is_recycled` tells.
 
         Raises:
             NoRoomError: They would pass the limit, or the file system is full.
@@ -83,18 +93,67 @@ class FileTable:
             used = self._used()
             if used + needed > self._limit_bytes:
                 raise self._no_room(needed, used, "the limit")
+            spares = self._take_spares(wanted) if recycle else {}
+            self._free_spares(used + needed + self._spare_bytes - self._limit_bytes)
             for name, (_, size) in zip(names, wanted, strict=True):
                 self._bytes[name] = _pages(size)
             self._names.update(names)
+            self._recycled.update(names[i] for i in spares)
         try:
-            for name, (_, size) in zip(names, wanted, strict=True):
-                _make(self._root / name, size)
+            for i, (name, (_, size)) in enumerate(zip(names, wanted, strict=True)):
+                if i in spares:
+                    (self._root / spares[i]).chmod(0o600)
+                    (self._root / spares[i]).rename(self._root / name)
+                else:
+                    self._make(self._root / name, size)
         except OSError as error:
+            for spare in spares.values():
+                (self._root / spare).unlink(missing_ok=True)
             self.let_go(names)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise self._no_room(needed, used, "its file system") from error
         return names
+
+    def is_recycled(self, name: str) -> bool:
+        """Returns whether the file held something else before, and has its pages already."""
+        return name in self._recycled
+
+    def free_spares(self) -> None:
+        """Unlinks the files that are kept for the next save."""
+        with self._lock:
+            self._free_spares(self._spare_bytes)
+
+    def _make(self, path: Path, size: int) -> None:
+        try:
+            _make(path, size)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._spare_bytes:
+                raise
+            path.unlink(missing_ok=True)
+            self.free_spares()
+            _make(path, size)
+
+    def _take_spares(self, wanted: Sequence[tuple[str, int]]) -> dict[int, str]:
+        """Returns which of ``wanted`` get which spare file."""
+        taken: dict[int, str] = {}
+        for i, (kind, size) in enumerate(wanted):
+            spares = self._spares.get((kind, size))
+            if spares:
+                taken[i] = spares.pop()
+                self._spare_bytes -= _pages(size)
+        return taken
+
+    def _free_spares(self, at_least_bytes: int) -> None:
+        """Unlinks spare files of so many bytes, the biggest first."""
+        for key in sorted(self._spares, key=lambda key: -key[1]):
+            names = self._spares[key]
+            while names and at_least_bytes > 0:
+                (self._root / names.pop()).unlink(missing_ok=True)
+                self._spare_bytes -= _pages(key[1])
+                at_least_bytes -= _pages(key[1])
+            if not names:
+                del self._spares[key]
 
     def hold(self, names: Iterable[str]) -> None:
         """Names each of ``names`` once more.
@@ -109,8 +168,13 @@ class FileTable:
                     raise StaleError(f"store {self._root}: {name} was dropped")
             self._names.update(names)
 
-    def let_go(self, names: Iterable[str]) -> None:
-        """Takes back one naming of each of ``names``; what nothing names any more is unlinked."""
+    def let_go(self, names: Iterable[str], *, recycle: bool = False) -> None:
+        """Takes back one naming of each of ``names``; what nothing names any more is unlinked.
+
+        Args:
+            names: Files.
+            recycle: What nobody has open or mapped is kept, for `allocate` to use again.
+        """
         dead: dict[str, int] = {}
         with self._lock:
             for name in names:
@@ -118,16 +182,54 @@ class FileTable:
                 if self._names[name] <= 0:
                     del self._names[name]
                     dead[name] = self._bytes.pop(name)
+                    self._recycled.discard(name)
             self._dying_bytes += sum(dead.values())
-        for name in dead:  # without the lock: freeing gigabytes takes its time
-            (self._root / name).unlink(missing_ok=True)
+        ends = {name: self._end(name, recycle=recycle) for name in dead}  # freeing gigabytes takes its time
         with self._lock:
             self._dying_bytes -= sum(dead.values())
             for name, size in dead.items():
                 maps = self._writers.pop(name, [])
                 if (reader := self._maps.pop(name, None)) is not None:
                     maps.append(weakref.ref(reader))
-                self._unlinked.append((size, maps))
+                spare_bytes, fd = ends[name]
+                if spare_bytes is not None:
+                    kind = name.partition("/")[0]
+                    self._spares.setdefault((kind, spare_bytes), []).append(name)
+                    self._spare_bytes += size
+                elif fd is not None:
+                    self._lingering.append((size, fd))
+                else:
+                    self._unlinked.append((size, maps))
+
+    def _end(self, name: str, *, recycle: bool) -> tuple[int | None, int | None]:
+        """Unlinks a file, unless it can be used again.
+
+        Returns:
+            The size of what can, and a descriptor of what another process still has.
+        """
+        path = self._root / name
+        with self._lock:
+            own = name in self._maps or any(ref() is not None for ref in self._writers.get(name, ()))
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None, None
+        try:
+            alone = not own and is_alone(fd)
+            if alone and recycle:
+                return os.fstat(fd).st_size, None
+            path.unlink(missing_ok=True)
+            if not alone and not own:
+                fd, kept = -1, fd
+                return None, kept
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        return None, None
+
+    def open(self, name: str) -> int:
+        """Returns a descriptor of a file that is held, for reading."""
+        return os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC)
 
     def map(self, name: str) -> mmap.mmap:
         """Returns the read-only map of a file that is held, one and the same while anything refers to it.
@@ -158,7 +260,14 @@ class FileTable:
         self._unlinked = [
             (size, maps) for size, maps in self._unlinked if any(ref() is not None for ref in maps)
         ]
-        return sum(self._bytes.values()) + self._dying_bytes + sum(size for size, _ in self._unlinked)
+        held, self._lingering = self._lingering, []
+        for size, fd in held:
+            if is_alone(fd):
+                os.close(fd)
+            else:
+                self._lingering.append((size, fd))
+        gone = sum(size for size, _ in self._unlinked) + sum(size for size, _ in self._lingering)
+        return sum(self._bytes.values()) + self._dying_bytes + gone
 
     def _no_room(self, needed: int, used: int, what: str) -> NoRoomError:
         return NoRoomError(

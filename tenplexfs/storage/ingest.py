@@ -92,8 +92,12 @@ class Ingest:
     ) -> None:
         self.drop()
 
-    def reserve(self, wanted: Sequence[Wanted]) -> None:
+    def reserve(self, wanted: Sequence[Wanted], *, recycle: bool = False) -> None:
         """Takes the room for ``wanted``, filled with zeros.
+
+        Args:
+            wanted: Arrays.
+            recycle: Every element will be written, so that files that held something else will do.
 
         Cost: The file system zeroes the pages; no system call for each small array.
 
@@ -105,7 +109,7 @@ class Ingest:
         self._directory.check_open()
         self._check_new(key for one in wanted for key in one.keys)
         sizes, places = _lay_out(wanted)
-        names = self._files.allocate(sizes)
+        names = self._files.allocate(sizes, recycle=recycle)
         self._held.update(names)
         self._fresh += names
         for one, (file, offset) in zip(wanted, places, strict=True):

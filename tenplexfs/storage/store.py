@@ -26,8 +26,19 @@ from tenplexfs.storage.arrays import Mismatch, SnapshotArrays, mismatches
 from tenplexfs.storage.directory import Directory
 from tenplexfs.storage.files import FileTable
 from tenplexfs.storage.ingest import Ingest, Key, Wanted
+from tenplexfs.storage.save_ingest import SaveIngest
 
-__all__ = ["ArrayRef", "Ingest", "Key", "Mismatch", "SnapshotArrays", "Store", "StoredSnapshot", "Wanted"]
+__all__ = [
+    "ArrayRef",
+    "Ingest",
+    "Key",
+    "Mismatch",
+    "SaveIngest",
+    "SnapshotArrays",
+    "Store",
+    "StoredSnapshot",
+    "Wanted",
+]
 
 
 @dataclass(slots=True)
@@ -39,6 +50,7 @@ class _Entry:
     files: frozenset[str]
     pins: int = 0
     named: bool = True
+    recycle: bool = False
 
 
 class Store:
@@ -121,6 +133,7 @@ class Store:
         created_ns: int,
         *,
         settings_json: bytes = b"",
+        values: bytes = b"",
     ) -> Ingest:
         """Returns an empty snapshot to be filled and sealed.
 
@@ -129,8 +142,20 @@ class Store:
         """
         with self._lock:
             self._check_new(job, snapshot)
-        stored = StoredSnapshot(job, snapshot, False, layout_json, created_ns, {}, settings_json)
+        stored = StoredSnapshot(job, snapshot, False, layout_json, created_ns, {}, settings_json, values)
         return Ingest(stored, directory=self._directory, files=self._files, publish=self._publish)
+
+    def save_ingest(
+        self, job: JobName, snapshot: SnapshotId, layout_json: bytes, created_ns: int, *, settings_json: bytes
+    ) -> SaveIngest:
+        """Returns the same for what training processes write; a staged one of that txid is dropped first."""
+        self.drop(job, snapshot.txid)
+        stored = StoredSnapshot(job, snapshot, False, layout_json, created_ns, {}, settings_json)
+        return SaveIngest(stored, directory=self._directory, files=self._files, publish=self._publish)
+
+    def free_spares(self) -> None:
+        """Gives back the files that are kept for the next save."""
+        self._files.free_spares()
 
     def commit(self, job: str, txid: str) -> None:
         """Makes a staged snapshot a committed one; nothing where it is that already.
@@ -150,10 +175,11 @@ class Store:
                 entry.stored = before
                 raise
 
-    def drop(self, job: str, txid: str) -> None:
+    def drop(self, job: str, txid: str, *, recycle: bool = False) -> None:
         """Takes a snapshot out of the manifest; nothing where there is none.
 
-        Its files are unlinked as far as no other snapshot names them, once nobody pins it.
+        Its files are unlinked as far as no other snapshot names them, once nobody pins it; with ``recycle``,
+        those that nobody has mapped are kept for the next save.
         """
         with self._lock:
             entry = self._entries.get((job, txid))
@@ -162,6 +188,7 @@ class Store:
             self._write(other for other in self._entries.values() if other is not entry)
             del self._entries[(job, txid)]
             entry.named = False
+            entry.recycle = recycle
         self._free(entry)
 
     def arrays(self, stored: StoredSnapshot) -> SnapshotArrays:
@@ -238,7 +265,7 @@ class Store:
             if entry.named or entry.pins:
                 return
             files, entry.files = entry.files, frozenset()
-        self._files.let_go(files)
+        self._files.let_go(files, recycle=entry.recycle)
 
     def _entry(self, job: str, txid: str) -> _Entry:
         entry = self._entries.get((job, txid))

@@ -1,0 +1,173 @@
+"""What all ranks of a job hold beside tensors: a document for each, equal ones once.
+
+Every node keeps all of them: they are small, and so no value is lost with its node. When a job gets other
+ranks, rank r goes on with the values of old rank r modulo their number; containers that it needs for tensors
+it did not hold are taken from the first rank that has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from tenplexfs.errors import CorruptError, InvalidError
+from tenplexfs.formats.structure import Node, read_document, walk, write_document
+
+__all__ = ["Values", "pack", "regroup", "unpack"]
+
+_LIMIT_BYTES = 256 << 20
+
+
+class _Packed(msgspec.Struct):
+    version: int
+    documents: list[bytes]
+    of_rank: dict[int, int]
+    consumed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What a snapshot holds beside tensors.
+
+    Attributes:
+        documents: Rank -> its structure; the same object for ranks whose are equal.
+        consumed: Samples of the epoch that were consumed, where a rank said so.
+    """
+
+    documents: Mapping[int, bytes] = field(default_factory=dict)
+    consumed: int | None = None
+
+
+def pack(values: Values) -> bytes:
+    """Returns ``values`` as bytes, none where there are none.
+
+    Raises:
+        InvalidError: More than 256 MiB.
+    """
+    if not values.documents and values.consumed is None:
+        return b""
+    index: dict[bytes, int] = {}
+    of_rank = {rank: index.setdefault(each, len(index)) for rank, each in sorted(values.documents.items())}
+    size = sum(map(len, index))
+    if size > _LIMIT_BYTES:
+        raise InvalidError(f"values that are no tensors: {size} bytes on all ranks, at most {_LIMIT_BYTES}")
+    return msgspec.msgpack.encode(_Packed(1, list(index), of_rank, values.consumed))
+
+
+def unpack(data: bytes) -> Values:
+    """Returns what `pack` made ``data`` of.
+
+    Raises:
+        CorruptError: Nothing.
+    """
+    if not data:
+        return Values()
+    try:
+        packed = msgspec.msgpack.decode(data, type=_Packed)
+        documents = {rank: packed.documents[i] for rank, i in packed.of_rank.items()}
+    except (msgspec.DecodeError, IndexError) as error:
+        raise CorruptError(f"values: {error}") from error
+    return Values(documents, packed.consumed)
+
+
+def regroup(values: Values, held: Sequence[Sequence[str]]) -> Values:
+    """Returns the values of new ranks.
+
+    Args:
+        values: Of the old ranks.
+        held: The tensor paths that each new rank shows.
+    """
+    old = values.documents
+    if not old:
+        return values
+    ranks = sorted(old)
+    roots = {each: read_document(each) for each in dict.fromkeys(old[rank] for rank in ranks)}
+    known: dict[tuple[bytes, int], bytes] = {}
+    sets: dict[int, set[str]] = {}
+    documents: dict[int, bytes] = {}
+    for rank, paths in enumerate(held):
+        own = old[ranks[rank % len(ranks)]]
+        if (made := known.get((own, id(paths)))) is None:
+            here = sets.setdefault(id(paths), set(paths))
+            root = _prune(roots[own], here, keep_values=True)
+            for other in roots.values():
+                extra = _prune(other, here, keep_values=False)
+                root = extra if root is None else root if extra is None else _merge(root, extra)
+            made = known[own, id(paths)] = write_document(
+                _untie(root) if root is not None else ["d", "dict", []]
+            )
+        documents[rank] = made
+    return Values(documents, values.consumed)
+
+
+def _prune(node: Node, here: set[str], *, keep_values: bool) -> Node | None:
+    """Returns ``node`` without tensors that are not ``here``; None where nothing is left.
+
+    Without ``keep_values``, values stay only beside tensors, as those of containers that are needed.
+    """
+    tag = node[0]
+    if tag == "t":
+        return node if node[1] in here else None
+    if tag == "l":
+        return node if keep_values else None
+    if tag == "d":
+        pairs = [(key, child, _prune(child, here, keep_values=keep_values)) for key, child in node[2]]
+        if not keep_values and all(kept is None for _, _, kept in pairs):
+            return None
+        entries: list[list[Any]] = []
+        for key, child, kept in pairs:
+            if child[0] == "l" or kept is not None:
+                entries.append([key, child if child[0] == "l" else kept])
+        return [tag, node[1], entries] if entries or (keep_values and not pairs) else None
+    items = [_prune(child, here, keep_values=keep_values) for child in node[2]]
+    if not keep_values and all(item is None for item in items):
+        return None
+    # The place of an item is its index: what is not here stays, and a load says that it is missing.
+    return [
+        tag,
+        node[1],
+        [child if item is None else item for child, item in zip(node[2], items, strict=True)],
+    ]
+
+
+def _merge(own: Node, other: Node) -> Node:
+    """Returns ``own`` with the entries of ``other`` that it lacks."""
+    if own[0] != "d" or other[0] != "d":
+        return own
+    theirs = {_hashable(key): child for key, child in other[2]}
+    known = {_hashable(key) for key, _ in own[2]}
+    entries = [
+        [key, _merge(child, theirs[_hashable(key)]) if _hashable(key) in theirs else child]
+        for key, child in own[2]
+    ]
+    # Values beside entries that are known are the own rank's to have or not.
+    entries += [[key, child] for key, child in other[2] if _hashable(key) not in known and child[0] != "l"]
+    return ["d", own[1], entries]
+
+
+def _untie(root: Node) -> Node:
+    """Ties what is tied with a tensor that is not in ``root`` with the first that is."""
+    tensors = [node for node in walk(root) if node[0] == "t"]
+    present = {node[1] for node in tensors}
+    heads: dict[str, str] = {}
+    changed: dict[int, Node] = {}
+    for node in tensors:
+        if len(node) == 3 and node[2] not in present:
+            head = heads.setdefault(node[2], node[1])
+            changed[id(node)] = ["t", node[1]] if head == node[1] else ["t", node[1], head]
+    return _replace(root, changed) if changed else root
+
+
+def _replace(node: Node, changed: Mapping[int, Node]) -> Node:
+    if node[0] == "d":
+        return ["d", node[1], [[key, _replace(child, changed)] for key, child in node[2]]]
+    if node[0] == "s":
+        return ["s", node[1], [_replace(child, changed) for child in node[2]]]
+    return changed.get(id(node), node)
+
+
+def _hashable(key: object) -> object:
+    return (type(key).__name__, key if not isinstance(key, dict | list) else repr(key))
