@@ -12,6 +12,7 @@ from typing import ClassVar
 __all__ = [
     "ConflictError",
     "CorruptError",
+    "DeniedError",
     "ExistsError",
     "InvalidError",
     "NoRoomError",
@@ -126,6 +127,13 @@ class CorruptError(TenplexError):
     errno = errno.EIO
 
 
+class DeniedError(TenplexError):
+    """The caller did not show the token that is wanted."""
+
+    code = "UNAUTHENTICATED"
+    errno = errno.EACCES
+
+
 _BY_CODE: dict[str, type[TenplexError]] = {
     cls.code: cls
     for cls in (
@@ -140,6 +148,7 @@ _BY_CODE: dict[str, type[TenplexError]] = {
         UnavailableError,
         TimedOutError,
         CorruptError,
+        DeniedError,
     )
 }
 

@@ -46,12 +46,14 @@ def serve(
         list[str] | None,
         typer.Option(metavar="NODE=HOST:PORT", help="Another daemon; once for each."),
     ] = None,
-    registry: Annotated[str | None, _option("registry", "NODE")] = None,
+    registry: Annotated[str | None, _option("registry", "NODE|etcd://HOST:PORT,...")] = None,
     store: Annotated[str | None, _option("store", "DIR")] = None,
     memory: Annotated[str | None, _option("memory", "SIZE")] = None,
     remote_reads: Annotated[str | None, _option("remote_reads", "on|off")] = None,
     read_timeout: Annotated[str | None, _option("read_timeout", "SECONDS")] = None,
     retain: Annotated[str | None, _option("retain", "SECONDS")] = None,
+    tls: Annotated[str | None, _option("tls", "DIR")] = None,
+    token_file: Annotated[str | None, _option("token_file", "FILE")] = None,
     allow_other: Annotated[bool, typer.Option("--allow-other", help="Let other users read it.")] = False,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Listen on an address that is not loopback, without TLS.")
@@ -73,6 +75,8 @@ def serve(
         "remote_reads": remote_reads,
         "read_timeout": read_timeout,
         "retain": retain,
+        "tls": tls,
+        "token_file": token_file,
     }
     switches = {"no_mount": no_mount, "allow_other": allow_other, "insecure": insecure}
     config = load_config(flags | {name: "on" for name, given in switches.items() if given})

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import trio
 
-from tenplexfs.core.snapshot import TxId
-from tenplexfs.daemon.config import DEFAULT_ROOT_STORE, Config
+from tenplexfs.core.snapshot import NodeName, TxId
+from tenplexfs.daemon.config import DEFAULT_ROOT_STORE, Config, etcd_address
 from tenplexfs.daemon.logs import setup_logs
 from tenplexfs.daemon.node_calls import Leasing, Nodes
 from tenplexfs.daemon.notify import sd_notify
@@ -34,9 +34,12 @@ from tenplexfs.errors import PreconditionError
 from tenplexfs.fuse.mount import Mount
 from tenplexfs.rpc import server
 from tenplexfs.rpc.connection import Connection
+from tenplexfs.rpc.etcd_client import Etcd
+from tenplexfs.rpc.etcd_registry import EtcdRegistry
 from tenplexfs.rpc.peer_client import PeerClient
 from tenplexfs.rpc.ranges import Scatter
 from tenplexfs.rpc.registry_client import LocalRegistry, RemoteRegistry
+from tenplexfs.rpc.tls import Access, Identity, read_token
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.coordinator import Coordinator
 from tenplexfs.runtime.jobs import JobTable
@@ -108,9 +111,10 @@ async def _start(
     stop: trio.Event,
 ) -> None:
     """Starts every part; ``stack`` ends what has an order to end in, ``nursery`` the rest."""
-    client = PeerClient(config.peers)
+    access = _access(config)
+    client = PeerClient(config.peers, credentials=access.channel, token=access.token)
     stack.callback(client.close)
-    registry, own_registry = _registry(config, stack)
+    registry, own_registry = _registry(config, access, stack)
     nodes = Nodes(config.node, client, {config.node: config.listen, **config.peers})
     leases, keeper, metrics = LeaseTable(), LeaseKeeper(Leasing(client)), Metrics()
     tree = Namespace(
@@ -168,6 +172,8 @@ async def _start(
             registry=own_registry,
             listen=config.listen,
             socket=_grpc_socket(config),
+            credentials=access.server,
+            token=access.token,
         )
     )
     nursery.start_soon(keeper.run)
@@ -178,10 +184,23 @@ async def _start(
         nursery.start_soon(_stop_when, mount.ended, stop)
 
 
-def _registry(config: Config, stack: AsyncExitStack) -> tuple[Registry, Registry | None]:
+def _access(config: Config) -> Access:
+    identity = None
+    if config.tls is not None:
+        identity = Identity.load(config.tls, config.node)
+        identity.check_host(config.listen)
+    return Access(identity, None if config.token_file is None else read_token(config.token_file))
+
+
+def _registry(config: Config, access: Access, stack: AsyncExitStack) -> tuple[Registry, Registry | None]:
     """Returns the registry, and again when this daemon is the one that serves it."""
+    if (address := etcd_address(config.registry)) is not None:
+        etcd = Etcd(address.endpoints, tls=access.context)
+        stack.push_async_callback(etcd.aclose)
+        return EtcdRegistry(etcd, prefix=address.prefix), None
     if config.registry != config.node:
-        connection = Connection(config.peers[config.registry])
+        peer = config.peers[NodeName(config.registry)]
+        connection = Connection(peer, credentials=access.channel, token=access.token)
         stack.callback(connection.close)
         return RemoteRegistry(connection), None
     directory = config.store / REGISTRY

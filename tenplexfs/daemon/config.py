@@ -17,7 +17,15 @@ from pathlib import Path
 from tenplexfs.core.snapshot import NodeName, check_node_name
 from tenplexfs.errors import TenplexError, UsageError
 
-__all__ = ["DEFAULT_ROOT_STORE", "SETTINGS", "Config", "load_config", "parse_size"]
+__all__ = [
+    "DEFAULT_ROOT_STORE",
+    "SETTINGS",
+    "Config",
+    "EtcdAddress",
+    "etcd_address",
+    "load_config",
+    "parse_size",
+]
 
 DEFAULT_ROOT_STORE = Path("/run/tenplexfs/store")
 
@@ -27,7 +35,7 @@ SETTINGS: Mapping[str, str] = {
     "no_mount": "Serve without a mount (on or off).",
     "listen": "HOST:PORT for peers and control; default: 127.0.0.1:7070.",
     "peer": "NODE=HOST:PORT of another daemon; may be given several times.",
-    "registry": "The node whose daemon serves the registry; this one's own name without peers.",
+    "registry": "The node whose daemon serves the registry, or etcd://HOST:PORT,...; default: this node.",
     "store": "Directory of the state, in memory; default: /run/tenplexfs/store as root, else below /dev/shm.",
     "socket": "Local socket; default: below /run/tenplexfs as root, else below XDG_RUNTIME_DIR.",
     "memory": "Limit of the store, as 8GiB, 8Gi or 50%; default: 25%.",
@@ -35,11 +43,14 @@ SETTINGS: Mapping[str, str] = {
     "read_timeout": "Seconds that a read waits for another node; default: 60.",
     "retain": "Seconds that a replaced snapshot is kept for nodes that do not answer; default: 600.",
     "allow_other": "Let other users read the mount (on or off); default: off.",
+    "tls": "Directory of tls init: mutual TLS for all that goes over TCP.",
+    "token_file": "File with a word that every call over TCP must carry.",
     "insecure": "Listen on an address that is not loopback without TLS (on or off); default: off.",
 }
 """Name of each setting and what it says, for whoever makes flags of them."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
+_PREFIX = re.compile(r"[A-Za-z0-9_.-]+(?:/[A-Za-z0-9_.-]+)*", re.ASCII)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
@@ -50,15 +61,17 @@ class Config:
     Attributes:
         mount: Where the tree is mounted, or None.
         peers: The other nodes and where they listen.
-        registry: The node that serves the registry.
+        registry: The node that serves the registry, or an address that `etcd_address` reads.
         memory_bytes: Limit of the store.
+        tls: Directory with this node's certificate.
+        token_file: Has what calls over TCP must carry.
     """
 
     node: NodeName
     mount: Path | None
     listen: str
     peers: Mapping[NodeName, str]
-    registry: NodeName
+    registry: str
     store: Path
     socket: Path
     memory_bytes: int
@@ -66,11 +79,48 @@ class Config:
     read_timeout_s: float = 60.0
     retain_s: float = 600.0
     allow_other: bool = False
+    tls: Path | None = None
+    token_file: Path | None = None
     insecure: bool = False
 
     def document(self) -> dict[str, object]:
         """Returns the configuration as ``config.json`` shows it."""
         return {name: str(v) if isinstance(v, Path) else v for name, v in asdict(self).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdAddress:
+    """An etcd cluster as a registry.
+
+    Attributes:
+        endpoints: URL of each member.
+        prefix: Of the keys.
+    """
+
+    endpoints: tuple[str, ...]
+    prefix: str
+
+
+def etcd_address(registry: str) -> EtcdAddress | None:
+    """Returns what ``etcd://host:2379,host2:2379/prefix`` names; None when ``registry`` is a node.
+
+    ``etcds`` speaks TLS, with this node's certificate. The prefix is ``tenplexfs`` when left out.
+
+    >>> etcd_address("etcd://a:2379,b:2379")
+    EtcdAddress(endpoints=('http://a:2379', 'http://b:2379'), prefix='tenplexfs')
+
+    Raises:
+        UsageError: It is an address, and a wrong one.
+    """
+    scheme, slashes, rest = registry.partition("://")
+    if not slashes:
+        return None
+    hosts, _, prefix = rest.partition("/")
+    if scheme not in ("etcd", "etcds") or not _PREFIX.fullmatch(prefix or "tenplexfs"):
+        raise UsageError(f"registry {registry}: need a node, or etcd://HOST:PORT,... with a plain prefix")
+    http = "http" if scheme == "etcd" else "https"
+    endpoints = tuple(f"{http}://{_address('registry', host)}" for host in hosts.split(","))
+    return EtcdAddress(endpoints, prefix or "tenplexfs")
 
 
 def load_config(
@@ -165,15 +215,18 @@ def _complete(settings: _Settings, environ: Mapping[str, str]) -> Config:
     runtime = Path("/run/tenplexfs") if is_root else _user_runtime(environ)
     listen = _address("listen", settings.text("listen") or "127.0.0.1:7070")
     insecure = settings.switch("insecure", default=False)
-    if listen.rpartition(":")[0] not in _LOOPBACK and not insecure:
+    tls, token_file = settings.text("tls"), settings.text("token_file")
+    if listen.rpartition(":")[0] not in _LOOPBACK and tls is None and not insecure:
         raise UsageError(
-            f"listen {listen}: not loopback and without TLS; give --insecure to do so all the same"
+            f"listen {listen}: not loopback and without TLS: anybody could read and change the state; "
+            "give --tls DIR (see tls init), or --insecure to do so all the same"
         )
     peers = _peers(settings.texts("peer"), node)
     registry = settings.text("registry")
     if registry is None and peers:
-        raise UsageError("registry: with peers, name the node that serves it: --registry NODE")
-    if registry is not None and registry != node and registry not in peers:
+        raise UsageError("registry: with peers, say where it is: --registry NODE, or etcd://HOST:PORT")
+    is_etcd = registry is not None and etcd_address(registry) is not None
+    if registry is not None and not is_etcd and registry != node and registry not in peers:
         raise UsageError(
             f"registry {registry}: neither this node, {node}, nor a peer: {', '.join(peers) or 'none'}"
         )
@@ -186,7 +239,7 @@ def _complete(settings: _Settings, environ: Mapping[str, str]) -> Config:
         mount=None if settings.switch("no_mount", default=False) else Path(settings.text("mount") or mount),
         listen=listen,
         peers=peers,
-        registry=NodeName(registry or node),
+        registry=registry or node,
         store=Path(settings.text("store") or store),
         socket=Path(settings.text("socket") or runtime / f"{node}.sock"),
         memory_bytes=parse_size(settings.text("memory") or "25%", of_bytes=_memory_bytes()),
@@ -194,6 +247,8 @@ def _complete(settings: _Settings, environ: Mapping[str, str]) -> Config:
         read_timeout_s=settings.seconds("read_timeout", 60.0),
         retain_s=settings.seconds("retain", 600.0),
         allow_other=settings.switch("allow_other", default=False),
+        tls=None if tls is None else Path(tls),
+        token_file=None if token_file is None else Path(token_file),
         insecure=insecure,
     )
 

@@ -28,3 +28,5 @@ def setup_logs(level: int = logging.INFO) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
+    # It logs every request, and the registry in etcd is asked all the time.
+    logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -26,6 +26,20 @@ _MARK, _BODY = "tenplexfs-error", "tenplexfs-error-bin"
 _SHORT_BYTES, _LONG_BYTES = 2000, 256 << 10
 _TRANSPORT = {"UNAVAILABLE", "CANCELLED", "RESOURCE_EXHAUSTED", "INTERNAL", "UNKNOWN", "ABORTED"}
 
+_HANDSHAKE = (
+    ("certificate has expired", "its certificate has expired"),
+    ("certificate is not yet valid", "its certificate is not valid yet: is a clock wrong?"),
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate is not signed by the authority that --tls has here"),
+    ("Hostname Verification", "its certificate is for another host"),
+    ("WRONG_VERSION_NUMBER", "it does not speak TLS, and --tls is given here"),
+    (
+        "Socket closed",
+        "it ended the connection at once: it wants TLS and a certificate of its own authority,"
+        " not expired; tenplexfs doctor says more",
+    ),
+)
+"""What BoringSSL and gRPC say of a handshake, and what it means; the server's reasons reach nobody."""
+
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -83,8 +97,15 @@ def error_of(raised: grpc.RpcError, what: str) -> TenplexError:
     if code == "DEADLINE_EXCEEDED":
         return TimedOutError(f"{what}: no answer before the deadline")
     if code in _TRANSPORT:
-        return UnavailableError(f"{what}: {code}: {message}")
+        return UnavailableError(f"{what}: {_reason(message) or f'{code}: {message}'}")
     return error_from_code(code, f"{what}: {message}")
+
+
+def _reason(message: str) -> str | None:
+    """Returns in words why a connection was not made, where gRPC's text tells; else None."""
+    if "failed to connect" not in message:
+        return None
+    return next((words for mark, words in _HANDSHAKE if mark in message), None)
 
 
 def is_transient(error: TenplexError) -> bool:

@@ -37,7 +37,7 @@ class Etcd:
     """
 
     def __init__(
-        self, endpoints: Sequence[str], *, deadline_s: float = 5.0, tls: SSLContext | None = None
+        self, endpoints: Sequence[str], *, deadline_s: float = 4.0, tls: SSLContext | None = None
     ) -> None:
         self._endpoints = list(endpoints)
         self._deadline_s = deadline_s

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from tenplexfs._pb import registry_pb2
 from tenplexfs.core.snapshot import Head, JobName
-from tenplexfs.errors import TimedOutError, UnavailableError
+from tenplexfs.errors import DeniedError, TimedOutError, UnavailableError
 from tenplexfs.rpc.connection import Cancel, Connection, in_thread
 from tenplexfs.rpc.messages import head_of, head_to_pb
 from tenplexfs.rpc.retries import Retries
@@ -90,7 +90,7 @@ class RemoteRegistry:
 
         try:
             return await in_thread(run, limiter=self._limiter)
-        except TimedOutError as error:
+        except (TimedOutError, DeniedError) as error:
             raise UnavailableError(error.message) from error
 
     async def heads(self) -> tuple[int, dict[JobName, Head]]:
@@ -141,7 +141,7 @@ class RemoteRegistry:
                     yield RegistryEvent(
                         revision, JobName(event.job), head_of(event.head) if event.HasField("head") else None
                     )
-            except (UnavailableError, TimedOutError):
+            except (UnavailableError, TimedOutError, DeniedError):
                 await trio.sleep(_WATCH_WAIT_S)
             finally:
                 call.cancel()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tenplexfs.daemon.config import load_config, parse_size
+from tenplexfs.daemon.config import EtcdAddress, etcd_address, load_config, parse_size
 from tenplexfs.errors import UsageError
 
 NOWHERE = Path("/nowhere/tenplexfs.toml")
@@ -45,6 +45,14 @@ def test_peers_and_registry():
     assert load({"TENPLEXFS_PEER": "b=h:1, c=h:2"}, node="a", registry="a").peers == {"b": "h:1", "c": "h:2"}
 
 
+def test_a_registry_in_etcd_and_an_address_with_tls():
+    config = load(node="a", peer=["b=h:1"], registry="etcds://h:2379,i:2379/x/y")
+    address = etcd_address(config.registry)
+    assert address == EtcdAddress(("https://h:2379", "https://i:2379"), "x/y")
+    assert load(node="a", listen="0.0.0.0:7070", tls="/etc/tpx").tls == Path("/etc/tpx")
+    assert load(node="a", listen="0.0.0.0:7070", insecure="on").listen == "0.0.0.0:7070"
+
+
 @pytest.mark.parametrize(
     ("flags", "match"),
     [
@@ -56,7 +64,12 @@ def test_peers_and_registry():
         ({"peer": ["b=h:1", "b=h:2"], "registry": "a"}, "given twice"),
         ({"node": "a b"}, "node name"),
         ({"listen": "7070"}, "need HOST:PORT"),
-        ({"listen": "0.0.0.0:7070"}, "--insecure"),
+        ({"listen": "0.0.0.0:7070"}, "--tls DIR .*--insecure"),
+        ({"registry": "etcd://"}, "need HOST:PORT"),
+        ({"registry": "etcd://h"}, "need HOST:PORT"),
+        ({"registry": "etcd://h:1,"}, "need HOST:PORT"),
+        ({"registry": "etcd://h:1/a b"}, "a plain prefix"),
+        ({"registry": "http://h:1"}, "need a node, or etcd://"),
         ({"memory": "lots"}, "need a size"),
         ({"memory": "0"}, "need a size"),
         ({"memory": "101%"}, "need a size"),
