@@ -9,9 +9,9 @@ same paths share one: memory grows with the distinct sets of paths, not with the
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from tenplexfs.core.region import Region
 from tenplexfs.errors import CorruptError, InvalidError, StaleError
@@ -106,6 +106,15 @@ class BytesContent:
         """Holds nothing."""
 
 
+@runtime_checkable
+class HasParts(Protocol):
+    """A view that has directories of its own beside those of the state."""
+
+    def parts(self, base: Callable[[int], int]) -> Mapping[int, tuple[bytes, Tree]]:
+        """Returns them by section (5 to 7), with names; ``base`` gives the inode of a section's node 0."""
+        ...
+
+
 class SnapshotTree:
     """Everything below ``<job>`` for one snapshot. Built in any thread, then read by one.
 
@@ -129,6 +138,7 @@ class SnapshotTree:
             (b"job.json", self.root | _JOB_JSON),
             (b"layout.json", self.root | _LAYOUT_JSON),
         ]
+        self._add_parts()
         if ptc is None:
             return
         if ptc.world_size > RANK_LIMIT:
@@ -160,9 +170,21 @@ class SnapshotTree:
         other._top = [(name, other._moved(ino)) for name, ino in self._top]
         return other
 
+    def _add_parts(self) -> None:
+        self._parts: dict[int, Tree] = {}
+        if isinstance(self._view, HasParts):
+            for section, (name, part) in self._view.parts(self._part_ino).items():
+                self._parts[section] = part
+                self._top.append((name, self._part_ino(section)))
+
+    def _part_ino(self, section: int) -> int:
+        return self.root | section << _SECTION_SHIFT
+
     def lookup(self, parent: int, name: bytes) -> Attributes | None:
         """Returns the entry ``name`` of the directory ``parent``, or None."""
         section = parent >> _SECTION_SHIFT & 7
+        if (part := self._parts.get(section)) is not None:
+            return part.lookup(parent, name)
         if section >= _MODEL:
             tree = self._paths(parent)
             node = tree.child(parent & _NODE_MASK, name)
@@ -190,6 +212,8 @@ class SnapshotTree:
     def attributes(self, ino: int) -> Attributes:
         """Returns the attributes of ``ino``."""
         section = ino >> _SECTION_SHIFT & 7
+        if (part := self._parts.get(section)) is not None:
+            return part.attributes(ino)
         if section >= _MODEL:
             return self._path_attributes(self._paths(ino), ino & ~_NODE_MASK, ino & _NODE_MASK)
         name = self._document_name(ino)
@@ -205,15 +229,17 @@ class SnapshotTree:
         subdirs = 0
         if node == _MODEL_DIR:
             subdirs = len(self._ranks)
-        elif node == _ROOT and self._ptc is not None:
-            subdirs = 3
+        elif node == _ROOT:
+            subdirs = len(self._parts) + (3 if self._ptc is not None else 0)
         return Attributes(ino, True, 0, 2 + subdirs, self._mtime_ns)
 
     def entries(self, ino: int, start: int) -> Iterator[tuple[bytes, Attributes, int]]:
         """Yields the entries of a directory after the position ``start``: name, attributes, own position."""
         section = ino >> _SECTION_SHIFT & 7
         node = ino & _NODE_MASK
-        if section >= _MODEL:
+        if (part := self._parts.get(section)) is not None:
+            yield from part.entries(ino, start)
+        elif section >= _MODEL:
             tree = self._paths(ino)
             base = ino & ~_NODE_MASK
             names = tree.names
@@ -240,6 +266,8 @@ class SnapshotTree:
     def xattrs(self, ino: int) -> Mapping[bytes, bytes]:
         """Returns dtype, global shape and pieces of a tensor's file, by name; of other entries nothing."""
         section = ino >> _SECTION_SHIFT & 7
+        if (part := self._parts.get(section)) is not None:
+            return part.xattrs(ino)
         if section < _MODEL or self._ptc is None:
             return {}
         path = self._paths(ino).paths[ino & _NODE_MASK]
@@ -266,6 +294,8 @@ class SnapshotTree:
         Raises:
             CorruptError: What the view opened has not the size that stat gives.
         """
+        if (part := self._parts.get(ino >> _SECTION_SHIFT & 7)) is not None:
+            return part.open(ino)
         name = self._document_name(ino)
         if name is not None:
             content: FileContent = BytesContent(self._view.document(name))
