@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from tenplexfs.cli import jobs, layouts, node, plans, show
+from tenplexfs.cli import contents, jobs, layouts, node, plans, show
 from tenplexfs.cli.session import JsonOption, Session, SocketOption
 from tenplexfs.errors import TenplexError, UsageError
 
@@ -25,6 +25,7 @@ app = typer.Typer(
 node.register(app)
 jobs.register(app)
 plans.register(app)
+contents.register(app)
 app.add_typer(jobs.app, name="job")
 app.add_typer(layouts.app, name="layout")
 
