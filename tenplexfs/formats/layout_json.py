@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 
@@ -15,7 +15,6 @@ from tenplexfs.core.layout import (
     Cut,
     Dataset,
     Explicit,
-    ExplicitShard,
     FlatCut,
     FlatGroup,
     Layout,
@@ -23,14 +22,13 @@ from tenplexfs.core.layout import (
     Section,
     TensorEntry,
 )
-from tenplexfs.core.region import Region
 from tenplexfs.core.snapshot import NodeName
 from tenplexfs.errors import InvalidError
+from tenplexfs.formats.explicit_json import as_path, convert, leaf_json, read_leaves
 
 __all__ = ["layout_digest", "layout_text", "layout_to_json", "parse_layout"]
 
 _FORMAT, _VERSION = "tenplexfs-layout", 1
-_Struct = TypeVar("_Struct")
 
 
 class _Section(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -83,24 +81,6 @@ class _Dataset(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     context: dict[str, Any] | None = None
 
 
-class _Box(msgspec.Struct, forbid_unknown_fields=True):
-    start: list[int]
-    stop: list[int]
-
-
-class _Piece(msgspec.Struct, forbid_unknown_fields=True):
-    start: list[int]
-    stop: list[int]
-    at: list[int]
-
-
-class _Leaf(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    tensor: list[int]
-    dtype: str | None = None
-    pieces: list[_Piece] | None = None
-    padding: list[_Box] = []
-
-
 class _Layout(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, rename={"shapes": "global"}):
     format: Literal["tenplexfs-layout"]
     version: Literal[1]
@@ -139,15 +119,15 @@ def parse_layout(
     tensors = raw.pop("tensors", {})
     if not isinstance(tensors, dict):
         raise InvalidError("layout: tensors: need an object")
-    layout = _convert("layout", raw, _Layout)
+    layout = convert("layout", raw, _Layout)
     if layout.mesh is None and layout.ranks is None:
         raise InvalidError("layout: mesh: is not given")
     mesh = layout.mesh if layout.mesh is not None else {"rank": len(layout.ranks or ())}
     explicit = None
     if layout.ranks is not None:
-        known = {_path(k): tuple(v) for k, v in {**(shapes or {}), **layout.shapes}.items()}
+        known = {as_path(k): tuple(v) for k, v in {**(shapes or {}), **layout.shapes}.items()}
         ranks = tuple(
-            dict(_leaves(f"layout: rank {r}", tree, dtypes or {})) for r, tree in enumerate(layout.ranks)
+            dict(read_leaves(f"layout: rank {r}", tree, dtypes or {})) for r, tree in enumerate(layout.ranks)
         )
         explicit = Explicit(ranks, known)
     devices = tuple((NodeName(n), v) for n, v in layout.nodes.items() if isinstance(v, int))
@@ -164,7 +144,7 @@ def parse_layout(
         keep_together=tuple(layout.keep_together),
         meshes=tuple((name, Mesh(tuple(axes.items()))) for name, axes in layout.meshes.items()),
         flat_groups=tuple(
-            FlatGroup(name, tuple(map(_path, g.members)), _axis(g.axis), g.align, g.pad_to_multiple)
+            FlatGroup(name, tuple(map(as_path, g.members)), _axis(g.axis), g.align, g.pad_to_multiple)
             for name, g in layout.flat_groups.items()
         ),
         explicit=explicit,
@@ -186,17 +166,6 @@ def _load(text: str | bytes) -> Any:  # noqa: ANN401 - JSON of any shape
         raise InvalidError(f"layout: no valid JSON: {error}") from None
 
 
-def _convert(what: str, raw: object, kind: type[_Struct]) -> _Struct:
-    try:
-        return msgspec.convert(raw, kind)
-    except msgspec.ValidationError as error:
-        raise InvalidError(f"{what}: {error}".replace(" - at `$.", " at `").replace("`", "'")) from None
-
-
-def _path(text: str) -> str:
-    return text.replace(".", "/")
-
-
 def _axis(axis: str | list[str]) -> Axis:
     return (axis,) if isinstance(axis, str) else tuple(axis)
 
@@ -210,7 +179,7 @@ def _dataset(given: _Dataset | None) -> Dataset | None:
 
 
 def _entries(tensors: Mapping[str, Any]) -> tuple[TensorEntry, ...]:
-    given = {_path(key): _convert(f"tensor {key!r}", raw, _Tensor) for key, raw in tensors.items()}
+    given = {as_path(key): convert(f"tensor {key!r}", raw, _Tensor) for key, raw in tensors.items()}
     if len(given) < len(tensors):
         raise InvalidError("tensors: two keys differ only in dots and slashes")
     return tuple(_entry(key, _resolved(key, given, ())) for key in given)
@@ -226,7 +195,7 @@ def _resolved(key: str, given: Mapping[str, _Tensor], seen: tuple[str, ...]) -> 
     name = own.like if own.like is not None else own.alias
     shard = own.shard
     if name is not None:
-        base_key = _path(name)
+        base_key = as_path(name)
         if base_key not in given:
             raise InvalidError(f"tensor {key!r}: like {name!r}: no such entry")
         base = _resolved(base_key, given, (*seen, key))
@@ -298,26 +267,6 @@ def _where(where: int | list[int] | _ByIndex) -> tuple[int, ...] | ByIndex:
     return (where,) if isinstance(where, int) else tuple(where)
 
 
-def _leaves(
-    what: str, tree: Mapping[str, Any], dtypes: Mapping[str, str]
-) -> Iterator[tuple[str, ExplicitShard]]:
-    stack: list[tuple[str, Any]] = [("", tree)]
-    while stack:
-        path, node = stack.pop()
-        if not isinstance(node, dict):
-            raise InvalidError(f"{what}: {path or 'the rank'}: need an object, got {type(node).__name__}")
-        if isinstance(node.get("tensor"), list):
-            leaf = _convert(f"{what}: {path}", node, _Leaf)
-            pieces = None
-            if leaf.pieces is not None:
-                pieces = tuple((Region(tuple(p.start), tuple(p.stop)), tuple(p.at)) for p in leaf.pieces)
-            padding = tuple(Region(tuple(p.start), tuple(p.stop)) for p in leaf.padding)
-            dtype = leaf.dtype if leaf.dtype is not None else dtypes.get(path)
-            yield path, ExplicitShard(tuple(leaf.tensor), dtype, pieces, padding)
-            continue
-        stack += [(f"{path}/{_path(key)}" if path else _path(key), child) for key, child in node.items()]
-
-
 def layout_to_json(layout: Layout) -> dict[str, Any]:
     """Returns the JSON object of ``layout``: ``like`` and ``then`` are written out, defaults left out."""
     out: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "mesh": dict(layout.mesh.axes)}
@@ -338,7 +287,7 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
         }
     if layout.explicit is not None:
         out["ranks"] = [
-            {path: _leaf_json(leaf) for path, leaf in sorted(rank.items())} for rank in layout.explicit.ranks
+            {path: leaf_json(leaf) for path, leaf in sorted(rank.items())} for rank in layout.explicit.ranks
         ]
         out["global"] = {path: list(shape) for path, shape in sorted(layout.explicit.shapes.items())}
     if layout.dataset is not None:
@@ -388,14 +337,6 @@ def _shard_json(cut: Cut | FlatCut) -> _Shard:
         sections = [s.width if s.ways is None else _Section(s.width, s.ways) for s in cut.sections]
     cuts = None if cut.cuts is None else list(cut.cuts)
     return _Shard(_axis_json(cut.axis), cut.dim, cut.rule, cuts, sections, cut.pad_to, cut.pad_multiple)
-
-
-def _leaf_json(shard: ExplicitShard) -> Any:  # noqa: ANN401 - JSON
-    pieces = None
-    if shard.pieces is not None:
-        pieces = [_Piece(list(region.start), list(region.stop), list(at)) for region, at in shard.pieces]
-    padding = [_Box(list(region.start), list(region.stop)) for region in shard.padding]
-    return _plain(_Leaf(list(shard.local_shape), shard.dtype, pieces, padding))
 
 
 def layout_text(layout: Layout) -> bytes:

@@ -15,6 +15,9 @@ from tenplexfs.core.region import Region
 from tenplexfs.core.snapshot import JobName, NodeName, SnapshotId
 from tenplexfs.errors import NotFoundError
 from tenplexfs.formats import npy
+from tenplexfs.formats.ptc_json import ptc_document
+from tenplexfs.formats.structure import leaf_files, nested_document
+from tenplexfs.formats.values import unpack
 from tenplexfs.runtime.fetching import Fetcher
 from tenplexfs.runtime.protocols import FileContent
 from tenplexfs.runtime.reading import FullTensor, LocalFile, RemoteShard
@@ -87,6 +90,7 @@ class Snapshot:
         created_ns: int,
         arrays: LocalArrays,
         fetcher: Fetcher,
+        values: bytes = b"",
     ) -> None:
         self.job = job
         self.id = snapshot
@@ -96,6 +100,31 @@ class Snapshot:
         self.created_ns = created_ns
         self.arrays = arrays
         self.fetcher = fetcher
+        self.values = values
+        self._structures: Mapping[int, bytes] | None = None
+        self._leaves: dict[int, Mapping[str, bytes]] = {}
+
+    def structure(self, rank: int) -> bytes:
+        """Returns the structure of what ``rank`` holds, as it was saved or, else, as its paths tell.
+
+        Raises:
+            NotFoundError: There is no such rank.
+        """
+        paths = self.ptc.rank_paths(rank)
+        if self._structures is None:
+            self._structures = unpack(self.values).documents
+        found = self._structures.get(rank)
+        return nested_document(paths, {p: self.ptc.tensors[p].path for p in paths}) if found is None else found
+
+    def leaves(self, rank: int) -> Mapping[str, bytes]:
+        """Returns the files of leaves that are no tensors: path -> JSON; one object for equal ranks."""
+        if not self.values:
+            return {}
+        document = self.structure(rank)
+        found = self._leaves.get(id(document))
+        if found is None:
+            found = self._leaves[id(document)] = leaf_files(document)
+        return found
 
     def document(self, name: str) -> bytes:
         """Returns ``job.json``, ``layout.json`` or ``ptc/<rank>.json``; the same bytes at each call.
@@ -109,7 +138,7 @@ class Snapshot:
             return _encode(job_document(self.job, self.id, self.ptc, self.layout_digest))
         stem = name.removeprefix("ptc/").removesuffix(".json")
         if name == f"ptc/{stem}.json" and stem.isdecimal() and int(stem) < self.ptc.world_size:
-            return _encode(_ptc_document(self.ptc, int(stem)))
+            return _encode(ptc_document(self.ptc, int(stem)))
         raise NotFoundError(f"job {self.job}: no document {name!r}")
 
     def open_shard(self, rank: int, path: str) -> FileContent:
@@ -151,30 +180,6 @@ class Snapshot:
 def _is_whole(shard: Shard, shape: tuple[int, ...]) -> bool:
     whole = Region((0,) * len(shape), shape)
     return shard.local_shape == shape and len(shard.pieces) == 1 and shard.pieces[0].region == whole
-
-
-def _ptc_document(ptc: PTC, rank: int) -> dict[str, object]:
-    tensors = {}
-    for path in ptc.rank_paths(rank):
-        tensor, shard = ptc.tensors[path], ptc.shard(rank, path)
-        tensors[path] = {
-            **({"alias": tensor.path} if tensor.path != path else {}),
-            "shape": list(tensor.shape),
-            "dtype": tensor.dtype,
-            "local_shape": list(shard.local_shape),
-            "pieces": [
-                {"start": list(p.region.start), "stop": list(p.region.stop), "at": list(p.at)}
-                for p in shard.pieces
-            ],
-            "padding": [{"start": list(box.start), "stop": list(box.stop)} for box in shard.padding],
-        }
-    return {
-        "format": "tenplexfs-ptc",
-        "version": 1,
-        "rank": rank,
-        "node": ptc.node_of(rank),
-        "tensors": tensors,
-    }
 
 
 def _encode(document: object) -> bytes:
