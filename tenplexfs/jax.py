@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from tenplexfs.core.dtypes import dtype_name, dtype_of
 from tenplexfs.core.held import cuts_give, explicit_layout, on_of_ranks
-from tenplexfs.core.layout import Cut, ExplicitShard, Layout, Mesh, TensorEntry
+from tenplexfs.core.layout import Cut, ExplicitShard, Layout, Mesh, TensorEntry, has_braces
 from tenplexfs.core.region import Region
 from tenplexfs.errors import InvalidError
 
@@ -58,7 +58,7 @@ def layout_of(state: Mapping[str, ArrayLike], *, mesh: jax.sharding.Mesh | None 
         held, agree = known[shape, dtype, sharding]
         if agree:
             on = on_of_ranks(whole, held)
-        if cuts is not None and on is not None:
+        if cuts is not None and on is not None and not has_braces(path):
             entries.append(TensorEntry(path, shape, dtype, cuts, on))
         else:
             explicit[path] = (shape, held)

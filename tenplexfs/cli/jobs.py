@@ -13,10 +13,11 @@ import typer
 from tenplexfs._pb import control_pb2, local_pb2
 from tenplexfs.cli import show
 from tenplexfs.cli.client import job_content
-from tenplexfs.cli.layouts import read_file
+from tenplexfs.cli.layouts import GlobalOption, read_file, read_known, read_layout
 from tenplexfs.cli.plans import check_last
 from tenplexfs.cli.session import Session, command, parse_settings
 from tenplexfs.errors import CorruptError
+from tenplexfs.formats.layout_json import layout_text
 
 __all__ = ["app", "register", "show_jobs"]
 
@@ -36,6 +37,7 @@ def create(
     *,
     name: Annotated[str, typer.Argument(metavar="JOB", help="The new job: letters, digits, _ . -")],
     layout: Annotated[Path, typer.Option(help="A layout file.")],
+    shapes: GlobalOption = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting, as keep_steps=2.")
     ] = None,
@@ -43,8 +45,14 @@ def create(
     """Make a job without state: generation 1. Its state comes by import, upload or save."""
     chosen = parse_settings(settings or [])
     with session.connect() as daemon:
-        job = daemon.create_job(name, read_file(layout), json.dumps(chosen) if chosen else "")
+        text = read_file(layout) if shapes is None else _filled_in(layout, shapes)
+        job = daemon.create_job(name, text, json.dumps(chosen) if chosen else "")
     session.emit("job", _full(job), lambda: show_jobs([job]))
+
+
+def _filled_in(layout: Path, shapes: Path) -> str:
+    """Returns the JSON of a layout with the global shapes that it leaves out."""
+    return layout_text(read_layout(layout, read_known(shapes))).decode()
 
 
 @command(app, "show")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,14 +16,14 @@ from tenplexfs.core.build import build_ptc
 from tenplexfs.core.explain import stored_bytes
 from tenplexfs.core.families import Qkv, make_layout
 from tenplexfs.core.layout import Layout, place_in_order
-from tenplexfs.core.presets import PRESETS, preset_layout
+from tenplexfs.core.presets import PRESETS, expert_meshes, preset_layout
 from tenplexfs.core.ptc import PTC
 from tenplexfs.errors import InvalidError, NotFoundError, TenplexError, UsageError
 from tenplexfs.formats.layout_json import layout_digest, layout_to_json, parse_layout
 from tenplexfs.formats.text import bytes_text, runs_text
 from tenplexfs.storage.safetensors_source import SafetensorsSource
 
-__all__ = ["app", "read_file", "read_layout", "write_text"]
+__all__ = ["GlobalOption", "Known", "app", "known_of", "read_file", "read_known", "read_layout", "write_text"]
 
 app = typer.Typer(help="Make and look at layouts: how a job is parallelised.", no_args_is_help=True)
 
@@ -43,10 +44,65 @@ def read_file(path: Path) -> str:
         raise InvalidError(f"{path}: {error.strerror}") from error
 
 
-def read_layout(path: Path) -> Layout:
-    """Returns the layout that ``path`` holds; an error names the file."""
+GlobalOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--global",
+        metavar="FILE",
+        help="Global shapes for a layout that gives local ones alone: another layout of the same tensors, "
+        'or {"path": [shape], "other": {"shape": [..], "dtype": ".."}}.',
+    ),
+]
+
+Known = Mapping[str, tuple[tuple[int, ...], str | None]]
+"""Tensor path -> global shape, and element type where it is known."""
+
+
+def known_of(ptc: PTC) -> Known:
+    """Returns the tensors of ``ptc``."""
+    return {path: (tensor.shape, tensor.dtype) for path, tensor in ptc.tensors.items()}
+
+
+def read_known(path: Path | None) -> Known:
+    """Returns what the file of ``--global`` says.
+
+    Raises:
+        InvalidError: It is neither a layout nor shapes by path.
+    """
+    if path is None:
+        return {}
+    text = read_file(path)
     try:
-        return parse_layout(read_file(path))
+        raw = json.loads(text)
+    except ValueError as error:
+        raise InvalidError(f"{path}: no valid JSON: {error}") from None
+    if isinstance(raw, dict) and "format" in raw:
+        return known_of(_built(read_layout(path), path))
+    out: dict[str, tuple[tuple[int, ...], str | None]] = {}
+    for name, value in raw.items() if isinstance(raw, dict) else ():
+        shape, dtype = (value.get("shape"), value.get("dtype")) if isinstance(value, dict) else (value, None)
+        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+            raise InvalidError(f"{path}: {name!r}: need a global shape, as [4, 8], got {json.dumps(value)}")
+        out[name.replace(".", "/")] = (tuple(shape), dtype)
+    if not out:
+        raise InvalidError(f"{path}: need a layout, or an object of tensor paths and global shapes")
+    return out
+
+
+def read_layout(path: Path, known: Known | None = None) -> Layout:
+    """Returns the layout that ``path`` holds; an error names the file.
+
+    Args:
+        path: Its file.
+        known: Tensors whose global shape or element type the explicit form may leave out.
+    """
+    known = known or {}
+    try:
+        return parse_layout(
+            read_file(path),
+            shapes={name: shape for name, (shape, _) in known.items()},
+            dtypes={name: dtype for name, (_, dtype) in known.items() if dtype is not None},
+        )
     except TenplexError as error:
         if error.message.startswith(str(path)):
             raise
@@ -73,7 +129,7 @@ def make(
         int,
         typer.Option(
             min=1,
-            help="Expert parallelism: with --model taken out of dp, as Megatron does; with --from beside it.",
+            help="Expert parallelism, taken out of dp (else out of dp x tp), as Megatron does.",
         ),
     ] = 1,
     nodes: Annotated[
@@ -118,13 +174,16 @@ def make(
         devices = {node: count for node, count in named.items() if count is not None}
         if devices and len(devices) < len(named):
             raise UsageError(f"--nodes {nodes!r}: give devices for every node or for none")
-        mesh = {"pp": pp, "dp": dp, **({"ep": ep} if ep > 1 else {}), "tp": tp}
+        mesh, expert_mesh = {"pp": pp, "dp": dp, "tp": tp}, None
+        if ep > 1:
+            mesh, expert_mesh = expert_meshes(tp=tp, pp=pp, dp=dp, ep=ep)
         layout, notes = make_layout(
             SafetensorsSource.open(source).tensors,
             mesh=mesh,
             nodes=devices or list(named),
             qkv=_qkv(qkv),
             kv_heads=kv_heads or _kv_heads(source),
+            expert_mesh=expert_mesh,
         )
     text = show.layout_text(layout)
     build_ptc(parse_layout(text))
@@ -178,9 +237,10 @@ def show_layout(
     tensor: Annotated[
         str | None, typer.Option(metavar="PATH", help="Draw how this tensor is cut, and who holds what.")
     ] = None,
+    shapes: GlobalOption = None,
 ) -> None:
     """Show what a layout says: the entries, and what each rank holds of them."""
-    parsed = read_layout(layout)
+    parsed = read_layout(layout, read_known(shapes))
     if tensor is not None:
         ptc, path = _built(parsed, layout), tensor.replace(".", "/")
         session.emit("layout-tensor", tensor_content(ptc, path), lambda: show_tensor(ptc, path))
@@ -229,9 +289,14 @@ def _where(where: object) -> str:
 
 
 @command(app, "check")
-def check(session: Session, *, layout: Annotated[Path, typer.Argument(help="A layout file.")]) -> None:
+def check(
+    session: Session,
+    *,
+    layout: Annotated[Path, typer.Argument(help="A layout file.")],
+    shapes: GlobalOption = None,
+) -> None:
     """Check that a layout is valid and covers every tensor exactly."""
-    parsed = read_layout(layout)
+    parsed = read_layout(layout, read_known(shapes))
     ptc = _built(parsed, layout)
     tensors = {tensor.path: tensor for tensor in ptc.tensors.values()}
     stored = stored_bytes(ptc)

@@ -13,7 +13,15 @@ import typer
 from tenplexfs._pb import control_pb2
 from tenplexfs.cli import show
 from tenplexfs.cli.client import job_content, to_axes
-from tenplexfs.cli.layouts import read_file, read_layout, write_text
+from tenplexfs.cli.layouts import (
+    GlobalOption,
+    Known,
+    known_of,
+    read_file,
+    read_known,
+    read_layout,
+    write_text,
+)
 from tenplexfs.cli.pictures import estimates, show_estimates, show_reasons
 from tenplexfs.cli.session import Session, command, parse_mesh, parse_nodes
 from tenplexfs.core.build import build_ptc
@@ -69,6 +77,7 @@ def plan(
         list[str] | None,
         typer.Option(metavar="RATE", help="Estimate the time at this speed of each node's link: 100Gbit/s."),
     ] = None,
+    shapes: GlobalOption = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page with pictures of the plan.")
     ] = None,
@@ -81,7 +90,8 @@ def plan(
         raise UsageError(f"plan: need {want}{' beside --mesh' if mesh else ''}, got {len(files)} files")
     made: Plan | None = None
     if job is None:
-        made = _plan_of(read_layout(files[0]), files[1:], mesh, nodes, drop or [])
+        known = read_known(shapes)
+        made = _plan_of(read_layout(files[0], known), files[1:], mesh, nodes, drop or [], known)
         content = dict(made.summary())
         if operations:
             content["transfers"] = list(list_transfers(made))
@@ -205,16 +215,21 @@ def _target(files: list[Path], mesh: str | None, nodes: str | None) -> dict[str,
 
 
 def _plan_of(
-    old: Layout, files: Sequence[Path], mesh: str | None, nodes: str | None, drop: Sequence[str]
+    old: Layout,
+    files: Sequence[Path],
+    mesh: str | None,
+    nodes: str | None,
+    drop: Sequence[str],
+    known: Known | None = None,
 ) -> Plan:
     """Plans from ``old`` to the one file, or to what the mesh makes of it."""
+    held = build_ptc(place_in_order(old))
     if mesh is None:
         if nodes is not None:
             raise UsageError("--nodes goes with --mesh; a layout file names its nodes itself")
-        new = read_layout(files[-1])
+        new = read_layout(files[-1], {**known_of(held), **(known or {})})
     else:
         new = derive_layout(old, parse_mesh(mesh), parse_nodes(nodes) if nodes else None)
-    held = build_ptc(place_in_order(old))
     return make_plan(held, build_ptc(place(held, new, drop=drop)), drop=drop)
 
 

@@ -155,13 +155,15 @@ class _Builder:
         for path in sorted({path for rank in explicit.ranks for path in rank}):
             what = f"tensor {path!r}"
             held = [rank.get(path) for rank in explicit.ranks]
-            dtypes = {shard.dtype for shard in held if shard is not None}
-            if len(dtypes) > 1 or None in dtypes:
-                raise InvalidError(f"{what}: need one dtype on all ranks, got {sorted(map(str, dtypes))}")
             if path not in explicit.shapes:
                 raise InvalidError(
                     f"{what}: its global shape is not given (global, --global or a committed job)"
                 )
+            dtypes = {shard.dtype for shard in held if shard is not None}
+            if dtypes == {None}:
+                raise InvalidError(f"{what}: its dtype is not given (dtype, --global or a committed job)")
+            if len(dtypes) > 1:
+                raise InvalidError(f"{what}: need one dtype on all ranks, got {sorted(map(str, dtypes))}")
             shape = explicit.shapes[path]
             table = self._intern_table(what, explicit_cells(what, shape, held))
             yield Placement(path, Tensor(path, shape, str(dtypes.pop())), table, everywhere)

@@ -73,7 +73,7 @@ def _inferred(
         raise InvalidError(f"{what}: some ranks give pieces, others a shape alone")
     shapes = {rank: shard.local_shape for rank, shard in present.items()}
     for rank, local in shapes.items():
-        if len(local) != len(shape):
+        if len(local) != len(shape) or any(n > size for n, size in zip(local, shape, strict=True)):
             raise InvalidError(f"{what}: rank {rank}: local shape {list(local)}: the tensor is {list(shape)}")
     cut = sorted({dim for local in shapes.values() for dim, n in enumerate(local) if n != shape[dim]})
     if len(cut) > 1:

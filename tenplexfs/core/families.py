@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tenplexfs.core.layout import has_braces
 from tenplexfs.errors import InvalidError
 
 __all__ = ["Qkv", "make_layout"]
@@ -81,6 +82,7 @@ class _Facts:
     kv_heads: int | None
     conv1d: bool
     tp: int
+    own_expert_mesh: bool
 
 
 def make_layout(
@@ -90,6 +92,7 @@ def make_layout(
     nodes: Mapping[str, int] | Sequence[str],
     qkv: Qkv | None = None,
     kv_heads: int | None = None,
+    expert_mesh: Mapping[str, int] | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Returns a layout for a model, as the JSON of a layout file, and notes on what was decided for the user.
 
@@ -100,6 +103,8 @@ def make_layout(
         nodes: Names, which share the ranks evenly and in order, or name -> devices, filled in order.
         qkv: How fused query-key-value matrices are laid out. Never guessed.
         kv_heads: Number of key-value heads, where it may be smaller than ``tp``.
+        expert_mesh: Another factorisation of the same ranks for the experts, with ``ep``; none of them is cut
+            then.
 
     Raises:
         InvalidError: The mesh or the nodes do not fit, or query, key and value are one matrix and ``qkv`` is
@@ -110,20 +115,38 @@ def make_layout(
             raise InvalidError(f"mesh: axis {axis!r}: need a size >= 1, got {size}")
     if not tensors:
         raise InvalidError("no tensors to lay out")
-    if odd := [path for path in tensors if "{" in path or "}" in path]:
+    if odd := [path for path in tensors if has_braces(path)]:
         raise InvalidError(
-            f"tensor {odd[0]!r}: a path with braces cannot stand in a layout, where they mean an index"
+            f"tensor {odd[0]!r}: a path with braces needs the explicit form of a layout, 'ranks'; "
+            "elsewhere they mean an index"
         )
-    facts = _Facts(tensors, qkv, kv_heads, _is_conv1d(tensors), mesh.get("tp", 1))
-    entries, notes = _entries(facts, mesh)
+    axes = {**mesh, **(expert_mesh or {})}
+    _check_experts(tensors, axes.get("ep", 1))
+    facts = _Facts(
+        tensors,
+        qkv,
+        kv_heads,
+        _is_conv1d(tensors),
+        mesh.get("tp", 1),
+        own_expert_mesh=expert_mesh is not None,
+    )
+    entries, notes = _entries(facts, axes)
     layout = {
         "format": "tenplexfs-layout",
         "version": 1,
         "mesh": dict(mesh),
+        **({"meshes": {"expert": dict(expert_mesh)}} if expert_mesh else {}),
         "nodes": _place(math.prod(mesh.values()), nodes),
         "tensors": entries,
     }
     return layout, notes
+
+
+def _check_experts(tensors: Tensors, ep: int) -> None:
+    if ep > 1:
+        found = {int(expert["e"]) for path in tensors if (expert := _EXPERT.fullmatch(path))}
+        if len(found) < ep:
+            raise InvalidError(f"ep {ep}: the model has {len(found) or 'no'} experts")
 
 
 def _place(ranks: int, nodes: Mapping[str, int] | Sequence[str]) -> dict[str, list[int]]:
@@ -169,7 +192,9 @@ def _entries(facts: _Facts, mesh: Mapping[str, int]) -> tuple[dict[str, Any], li
         key, indices = _template(path)
         entry: dict[str, Any] = {"shape": [int(size) for size in shape], "dtype": dtype}
         kind = _kind(path)
-        if kind == "qkv" and facts.qkv is None and "tp" in mesh:
+        if facts.own_expert_mesh and "e" in indices:
+            entry["mesh"] = "expert"
+        elif kind == "qkv" and facts.qkv is None and "tp" in mesh:
             fused[key] = None
         elif kind is None:
             unknown[key] = None

@@ -17,7 +17,15 @@ from tenplexfs.core.layout import Cut, Explicit, ExplicitShard, Layout, Mesh, Te
 from tenplexfs.core.region import Region, find_overlap
 from tenplexfs.errors import InvalidError
 
-__all__ = ["clipped", "cuts_give", "explicit_layout", "local_arrays", "on_of_ranks", "refuse_overlap"]
+__all__ = [
+    "clipped",
+    "cuts_give",
+    "explicit_layout",
+    "local_arrays",
+    "on_of_ranks",
+    "refuse_overlap",
+    "whole_shard",
+]
 
 
 def local_arrays(
@@ -174,6 +182,12 @@ def on_of_ranks(mesh: Mesh, ranks: Iterable[int]) -> tuple[tuple[tuple[str], tup
             on.append(((name,), tuple(places.tolist())))
             mask &= np.isin(coordinates, places)
     return tuple(on) if np.flatnonzero(mask).tolist() == wanted else None
+
+
+def whole_shard(shape: tuple[int, ...], dtype: str) -> ExplicitShard:
+    """Returns the shard of a rank that holds all of a tensor."""
+    origin = (0,) * len(shape)
+    return ExplicitShard(shape, dtype, ((Region(origin, shape), origin),))
 
 
 def explicit_layout(

@@ -36,6 +36,7 @@ __all__ = [
     "TensorEntry",
     "axis_text",
     "expand_name",
+    "has_braces",
     "place_in_order",
 ]
 
@@ -45,6 +46,7 @@ Axis = tuple[str, ...]
 Rule = Literal["exact", "ceil", "balanced"]
 
 _INDEX = re.compile(r"\{([A-Za-z_]\w*)(?:\+(\d+))?\}")
+_BRACES = " (a tensor whose own name has braces needs the explicit form, 'ranks')"
 _MAX_RANKS = 1 << 17
 
 
@@ -203,7 +205,10 @@ class TensorEntry:
         if written != counted:
             raise InvalidError(
                 f"{what}: its key writes the indices {sorted(written)}, its count gives {sorted(counted)}"
+                f"{_BRACES if written - counted else ''}"
             )
+        if has_braces(_INDEX.sub("", self.key)):
+            raise InvalidError(f"{what}: a brace that writes no index{_BRACES}")
         sizes = dict(self.count)
         for axis, where in self.on:
             if not isinstance(where, ByIndex):
@@ -221,6 +226,11 @@ class TensorEntry:
         names = [name for name, _ in self.count]
         for values in product(*(range(n) for _, n in self.count)):
             yield dict(zip(names, values, strict=True))
+
+
+def has_braces(path: str) -> bool:
+    """Returns whether a tensor path can be said in the explicit form only: in a key braces write an index."""
+    return "{" in path or "}" in path
 
 
 def expand_name(key: str, values: Mapping[str, int]) -> str:

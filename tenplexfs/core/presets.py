@@ -23,7 +23,7 @@ from tenplexfs.core.layout import Layout, Mesh, expand_name, place_in_order
 from tenplexfs.core.resnet import resnet50_tensors
 from tenplexfs.errors import InvalidError, NotFoundError
 
-__all__ = ["PRESETS", "Transformer", "parameter_count", "preset_layout", "preset_tensors"]
+__all__ = ["PRESETS", "Transformer", "expert_meshes", "parameter_count", "preset_layout", "preset_tensors"]
 
 _PAD_MULTIPLE = 128
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -156,16 +156,15 @@ def preset_layout(
             raise InvalidError(f"{name}: {axis}: need a size >= 1, got {size}")
     if ep > 1 and (model is None or not model.experts):
         raise InvalidError(f"{name}: ep {ep}: the model has no experts")
-    mesh, expert_mesh = {"pp": pp, "dp": dp, "tp": tp}, None
+    mesh: dict[str, int] = {"pp": pp, "dp": dp, "tp": tp}
+    expert_mesh: dict[str, int] | None = None
     if model is not None:
         _check(name, model, mesh, ep)
     if model is not None and model.experts:
-        if dp % ep == 0:
-            mesh = {"pp": pp, "dp": dp // ep, "ep": ep, "tp": tp}
-        elif dp * tp % ep == 0:
-            expert_mesh = {"pp": pp, "edp": dp * tp // ep, "ep": ep}
-        else:
-            raise InvalidError(f"{name}: ep {ep} divides neither dp {dp} nor dp x tp {dp * tp}")
+        try:
+            mesh, expert_mesh = expert_meshes(tp=tp, pp=pp, dp=dp, ep=ep)
+        except InvalidError as error:
+            raise InvalidError(f"{name}: {error}") from None
     if model is None:
         entries: dict[str, _Entry] = {
             path: {"shape": list(shape), "dtype": dtype}
@@ -189,6 +188,27 @@ def preset_layout(
         "nodes": {node: list(ranks) for node, ranks in placed.nodes},
         "tensors": entries,
     }
+
+
+def expert_meshes(*, tp: int, pp: int, dp: int, ep: int) -> tuple[dict[str, int], dict[str, int] | None]:
+    """Returns the mesh of a model with experts, and a mesh of the experts' own where they need one.
+
+    There are pp x dp x tp ranks, as in Megatron: ``ep`` is taken out of ``dp``, or where it does not divide
+    it, out of dp x tp.
+
+    >>> expert_meshes(tp=1, pp=2, dp=4, ep=2)
+    ({'pp': 2, 'dp': 2, 'ep': 2, 'tp': 1}, None)
+    >>> expert_meshes(tp=4, pp=1, dp=2, ep=8)
+    ({'pp': 1, 'dp': 2, 'tp': 4}, {'pp': 1, 'edp': 1, 'ep': 8})
+
+    Raises:
+        InvalidError: It divides neither.
+    """
+    if dp % ep == 0:
+        return {"pp": pp, "dp": dp // ep, "ep": ep, "tp": tp}, None
+    if dp * tp % ep == 0:
+        return {"pp": pp, "dp": dp, "tp": tp}, {"pp": pp, "edp": dp * tp // ep, "ep": ep}
+    raise InvalidError(f"ep {ep} divides neither dp {dp} nor dp x tp {dp * tp}")
 
 
 def _is_buffer(path: str) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tenplexfs.core.layout import Layout, Mesh, TensorEntry
+from tenplexfs.core.held import explicit_layout, whole_shard
+from tenplexfs.core.layout import ExplicitShard, Layout, Mesh, TensorEntry, has_braces
 from tenplexfs.errors import InvalidError
 
 __all__ = ["layout_of_files"]
@@ -33,12 +34,16 @@ def layout_of_files(files: Mapping[str, Tensors], *, rank_per_file: bool) -> Lay
     """
     where: dict[str, str] = {}
     entries: dict[str, TensorEntry] = {}
+    explicit: dict[str, tuple[tuple[int, ...], dict[int, ExplicitShard]]] = {}
     for rank, name in enumerate(sorted(files)):
         on = ((("rank",), (rank,)),) if rank_per_file and len(files) > 1 else ()
         for path, (shape, dtype) in files[name].items():
             if path in where:
                 raise InvalidError(f"tensor {path!r}: in {where[path]} and in {name}")
             where[path] = name
-            entries[path] = TensorEntry(path, shape, dtype, on=on)
-    ranks = len(files) if rank_per_file else 1
-    return Layout(Mesh((("rank", max(ranks, 1)),)), tuple(entries[path] for path in sorted(entries)))
+            if has_braces(path):
+                explicit[path] = (shape, {rank if on else 0: whole_shard(shape, dtype)})
+            else:
+                entries[path] = TensorEntry(path, shape, dtype, on=on)
+    mesh = Mesh((("rank", max(len(files) if rank_per_file else 1, 1)),))
+    return explicit_layout(mesh, explicit, [entries[path] for path in sorted(entries)])

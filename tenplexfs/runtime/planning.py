@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
@@ -11,7 +11,8 @@ import numpy as np
 
 from tenplexfs.core.build import build_ptc
 from tenplexfs.core.derive import derive_layout
-from tenplexfs.core.layout import Layout, Mesh, TensorEntry, place_in_order
+from tenplexfs.core.held import explicit_layout, whole_shard
+from tenplexfs.core.layout import Mesh, place_in_order
 from tenplexfs.core.node_part import NodePart, node_part
 from tenplexfs.core.paths import name_of_path
 from tenplexfs.core.placement import place
@@ -219,10 +220,10 @@ def match_import(
     wrong += [f"{path} is not in the layout (--ignore PATTERN leaves it)" for path in extra]
     if wrong:
         raise InvalidError(f"import: {len(wrong)} tensors do not fit: " + "; ".join(wrong), tensors=wrong)
-    entries = tuple(
-        TensorEntry(key=path, shape=ptc.tensors[path].shape, dtype=ptc.tensors[path].dtype) for path in found
-    )
-    source = Layout(mesh=Mesh((("file", 1),)), tensors=entries, nodes=((node, (0,)),))
+    # In the explicit form a path is a path, braces and all.
+    held = ((path, ptc.tensors[path]) for path in found)
+    whole = {path: (tensor.shape, {0: whole_shard(tensor.shape, tensor.dtype)}) for path, tensor in held}
+    source = replace(explicit_layout(Mesh((("file", 1),)), whole), nodes=((node, (0,)),))
     ties = tuple(tuple(names) for names in found.values() if len(names) > 1)
     return ImportMatch(layout_text(source), {path: names[0] for path, names in found.items()}, ties)
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from tenplexfs.core.dtypes import dtype_of
 from tenplexfs.core.held import cuts_give, explicit_layout, on_of_ranks
-from tenplexfs.core.layout import Cut, ExplicitShard, Layout, Mesh, TensorEntry
+from tenplexfs.core.layout import Cut, ExplicitShard, Layout, Mesh, TensorEntry, has_braces
 from tenplexfs.errors import InvalidError
 from tenplexfs.torch.placements import (
     MeshSpec,
@@ -225,7 +225,7 @@ def _layout(root: MeshSpec | None, size: int, held: Mapping[str, Mapping[int, Te
     for path, specs in held.items():
         first = next(iter(specs.values()))
         shard, cuts, on = reader.read(f"tensor {path!r}", specs)
-        if cuts is not None and on is not None:
+        if cuts is not None and on is not None and not has_braces(path):
             entries.append(TensorEntry(path, first.shape, first.dtype, cuts, on))
         else:
             explicit[path] = (first.shape, shard)
