@@ -4,6 +4,7 @@ The oracle works on whole index arrays: it cuts the array of all flat indices of
 splitting and slicing, rank by rank, so that what a rank must hold is an array of indices, -1 for padding.
 """
 
+import itertools
 import json
 import math
 
@@ -71,7 +72,9 @@ def held(document, rank):
             entry = {**document["tensors"][entry["alias"]], **entry}
         mesh = document["meshes"][entry["mesh"]] if "mesh" in entry else document["mesh"]
         count = entry.get("count", {})
-        for values in ({"i": i} for i in range(count)) if count else ({},):
+        count = {"i": count} if isinstance(count, int) else count
+        for numbers in itertools.product(*(range(n) for n in count.values())):
+            values = dict(zip(count, numbers, strict=True))
             if not exists(entry, mesh, rank, values):
                 continue
             indices = np.arange(math.prod(entry["shape"])).reshape(entry["shape"])
