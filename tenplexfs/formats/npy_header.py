@@ -21,6 +21,7 @@ __all__ = [
     "descr_text",
     "dtype_of_descr",
     "header_bytes",
+    "header_of",
     "parse_npy",
 ]
 
@@ -97,6 +98,23 @@ def parse_npy(data: bytes | memoryview) -> NpyHeader:
         raise InvalidError(f".npy header: fortran_order {fortran!r}")
     matters = fortran and sum(extent != 1 for extent in shape) > 1
     return NpyHeader(_dtype(fields["descr"]), shape, matters, size)
+
+
+def header_of(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> bytes:
+    """Returns the header of a C-order array of any dtype, structured ones too; a multiple of 64 bytes.
+
+    Format 1.0, or 3.0 where a field has a name that 1.0 cannot hold.
+    """
+    text = f"{{'descr': {descr_text(dtype)}, 'fortran_order': False, 'shape': {shape!r}, }}"
+    try:
+        encoded, version, width = text.encode("latin1"), 1, 2
+    except UnicodeEncodeError:
+        encoded, version, width = text.encode(), 3, 4
+    if version == 1 and len(encoded) > 65000:
+        encoded, version, width = text.encode(), 3, 4
+    start = len(_MAGIC) + 2 + width
+    padded = encoded.ljust(-(-(start + len(encoded) + 1) // 64) * 64 - start - 1) + b"\n"
+    return _MAGIC + bytes((version, 0)) + len(padded).to_bytes(width, "little") + padded
 
 
 def descr_text(dtype: np.dtype[np.generic]) -> str:

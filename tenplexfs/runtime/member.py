@@ -16,6 +16,8 @@ from tenplexfs.core.snapshot import Head, JobName, NodeName, TxId
 from tenplexfs.core.transaction import is_older, kept_steps, settle
 from tenplexfs.errors import ConflictError, CorruptError, NotFoundError, PreconditionError, TenplexError
 from tenplexfs.runtime.compute import Compute
+from tenplexfs.runtime.dataset_view import DatasetView
+from tenplexfs.runtime.datasets import Datasets
 from tenplexfs.runtime.fetching import Fetcher, Handles
 from tenplexfs.runtime.leases import LeaseTable
 from tenplexfs.runtime.namespace import Namespace
@@ -59,7 +61,9 @@ class Member:
         retain_s: float,
         remote_reads: bool,
         grace_s: float = GRACE_S,
+        datasets: Datasets | None = None,
     ) -> None:
+        self.datasets = datasets
         self.node = node
         self.store = store
         self._tree = tree
@@ -173,6 +177,8 @@ class Member:
                 stage_part, order.old_layout_json, order.new_layout_json, order.drop, self.node
             )
             expanded = part.expanded
+        # Before anything is staged: an index that cannot be had refuses the switch, and what takes time is done.
+        await self._datasets_of(order.settings_json, expanded.ptc, order.snapshot.step)
         ingest = self.store.ingest(
             order.job,
             order.snapshot,
@@ -257,8 +263,9 @@ class Member:
     async def _publish(
         self, job: JobName, head: Head, known: Description, expanded: Expanded, stored: StoredSnapshot | None
     ) -> None:
-        view = self._view(job, head, known, expanded.ptc, stored)
         step = head.snapshot.step
+        datasets = await self._datasets_of(known.settings_json, expanded.ptc, step)
+        view = self._view(job, head, known, expanded.ptc, stored, datasets)
         slot = await self._tree.publish_and_invalidate(job, view, None if step is None else expanded.ptc)
         step_slot = None if step is None else await self._tree.add_name(step_name(job, step), slot)
         before = self._shown.get(job)
@@ -270,8 +277,21 @@ class Member:
             await self._handles.settle()
         log.info("job %s: shows %s", job, head.snapshot)
 
+    async def _datasets_of(
+        self, settings_json: bytes, ptc: PTC, step: int | None
+    ) -> tuple[DatasetView, ...]:
+        if self.datasets is None:
+            return ()
+        return await self.datasets.views(settings_json, ptc.layout, step)
+
     def _view(
-        self, job: JobName, head: Head, known: Description, ptc: PTC, stored: StoredSnapshot | None
+        self,
+        job: JobName,
+        head: Head,
+        known: Description,
+        ptc: PTC,
+        stored: StoredSnapshot | None,
+        datasets: tuple[DatasetView, ...],
     ) -> Snapshot:
         arrays: LocalArrays = NoArrays() if stored is None else self.store.arrays(stored)
         fetcher = Fetcher(
@@ -293,6 +313,7 @@ class Member:
             created_ns=known.created_ns,
             arrays=arrays,
             fetcher=fetcher,
+            datasets=datasets,
         )
 
     async def _keep(self, job: JobName) -> None:
@@ -306,7 +327,8 @@ class Member:
             known = self.describe(job, txid)
             expanded = await self._compute(expand, known.layout_json)
             head = Head(known.snapshot, expanded.digest, _holding_nodes(expanded.ptc))
-            view = self._view(job, head, known, expanded.ptc, stored[txid])
+            datasets = await self._datasets_of(known.settings_json, expanded.ptc, step)
+            view = self._view(job, head, known, expanded.ptc, stored[txid], datasets)
             slot = await self._tree.publish_and_invalidate(step_name(job, step), view, expanded.ptc)
             losses = expanded.survives_node_losses
             older = Shown(head, view, slot, slot, True, known.settings_json, losses)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
@@ -18,9 +18,12 @@ from tenplexfs.formats import npy
 from tenplexfs.formats.ptc_json import ptc_document
 from tenplexfs.formats.structure import leaf_files, nested_document
 from tenplexfs.formats.values import unpack
+from tenplexfs.runtime.dataset_tree import dataset_parts
+from tenplexfs.runtime.dataset_view import DatasetView
 from tenplexfs.runtime.fetching import Fetcher
 from tenplexfs.runtime.protocols import FileContent
 from tenplexfs.runtime.reading import FullTensor, LocalFile, RemoteShard
+from tenplexfs.runtime.tree import Tree
 
 __all__ = ["LocalArrays", "NoArrays", "Snapshot", "job_document", "rank_nodes"]
 
@@ -61,7 +64,13 @@ def rank_nodes(ptc: PTC) -> Mapping[int, NodeName]:
     return MappingProxyType({rank: NodeName(node) for node, ranks in ptc.nodes.items() for rank in ranks})
 
 
-def job_document(job: JobName, snapshot: SnapshotId, ptc: PTC, layout_digest: str) -> dict[str, object]:
+def job_document(
+    job: JobName,
+    snapshot: SnapshotId,
+    ptc: PTC,
+    layout_digest: str,
+    datasets: Sequence[DatasetView] = (),
+) -> dict[str, object]:
     """Returns what ``job.json`` says: all that the snapshot fixes."""
     return {
         "format": "tenplexfs-job",
@@ -73,6 +82,7 @@ def job_document(job: JobName, snapshot: SnapshotId, ptc: PTC, layout_digest: st
         "mesh": [{"name": name, "size": size} for name, size in ptc.layout.mesh.axes],
         "nodes": {node: list(ranks) for node, ranks in ptc.nodes.items()},
         "layout_digest": layout_digest,
+        **({"datasets": {each.state.name: each.cursor.to_json() for each in datasets}} if datasets else {}),
     }
 
 
@@ -91,6 +101,7 @@ class Snapshot:
         arrays: LocalArrays,
         fetcher: Fetcher,
         values: bytes = b"",
+        datasets: Sequence[DatasetView] = (),
     ) -> None:
         self.job = job
         self.id = snapshot
@@ -103,6 +114,11 @@ class Snapshot:
         self.values = values
         self._structures: Mapping[int, bytes] | None = None
         self._leaves: dict[int, Mapping[str, bytes]] = {}
+        self.datasets = datasets
+
+    def parts(self, base: Callable[[int], int]) -> Mapping[int, tuple[bytes, Tree]]:
+        """Returns ``dataset`` and ``tenplex``, where the job has datasets."""
+        return dataset_parts(self.job, self.datasets, self.created_ns, base)
 
     def structure(self, rank: int) -> bytes:
         """Returns the structure of what ``rank`` holds, as it was saved or, else, as its paths tell.
@@ -135,7 +151,7 @@ class Snapshot:
         if name == "layout.json":
             return self.layout_json
         if name == "job.json":
-            return _encode(job_document(self.job, self.id, self.ptc, self.layout_digest))
+            return _encode(job_document(self.job, self.id, self.ptc, self.layout_digest, self.datasets))
         stem = name.removeprefix("ptc/").removesuffix(".json")
         if name == f"ptc/{stem}.json" and stem.isdecimal() and int(stem) < self.ptc.world_size:
             return _encode(ptc_document(self.ptc, int(stem)))

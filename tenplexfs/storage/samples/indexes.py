@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Collection
 from pathlib import Path
 
 from tenplexfs.errors import CorruptError, InvalidError
@@ -43,24 +41,16 @@ class Indexes:
                 self._mapped[digest] = map_index(self.path / _checked(digest))
             return self._mapped[digest]
 
-    def take(self, digest: str, write: Callable[[int], None]) -> None:
-        """Puts an index here that comes from elsewhere: ``write`` fills a file descriptor.
+    def take(self, digest: str, file: Path) -> None:
+        """Puts an index here that came from elsewhere into ``file``, which is in the directory.
 
         Raises:
-            CorruptError: What came is not what the digest says.
+            CorruptError: It is not what the digest says.
         """
-        aside = self.path / f".come-{_checked(digest)}-{threading.get_ident()}"
-        fd = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            write(fd)
-            if (found := file_digest(aside)) != digest:
-                raise CorruptError(f"index of samples: digest {found}, should be {digest}")
-            os.fchmod(fd, 0o400)
-            aside.rename(self.path / digest)
-        finally:
-            os.close(fd)
-            with suppress(FileNotFoundError):
-                aside.unlink()
+        if (found := file_digest(file)) != _checked(digest):
+            raise CorruptError(f"index of samples: digest {found}, should be {digest}")
+        file.chmod(0o400)
+        file.rename(self.path / digest)
 
     def keep(self, digests: Collection[str]) -> None:
         """Removes every index but these."""

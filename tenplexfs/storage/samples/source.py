@@ -134,6 +134,33 @@ class IndexedSamples:
         if failed:
             raise SamplesError([SampleFailure(at, int(ids[at]), failed[at]) for at in sorted(failed)])
 
+    def read_part(self, ids: _Ints, skip: int, out: memoryview) -> None:
+        """Fills ``out`` with the bytes from ``skip`` on of the samples one after another.
+
+        Of samples at the edges only what is asked for is read, where they are not packed.
+
+        Raises:
+            SamplesError: Some could not be read; their bytes are not to be used.
+        """
+        edges = np.concatenate([[0], np.cumsum(self.index.sizes(self._checked(ids)))])
+        if skip < 0 or skip + len(out) > edges[-1]:
+            raise InvalidError(f"bytes [{skip}, {skip + len(out)}): {len(ids)} samples have {int(edges[-1])}")
+        if skip == 0 and len(out) == edges[-1]:
+            self.read_into(ids, out)
+            return
+        spans = self.index.spans(ids)
+        if self.index.packing is Packing.MEMBER or spans.begin.shape[1] != 1:
+            whole = memoryview(bytearray(int(edges[-1])))
+            self.read_into(ids, whole)
+            out[:] = whole[skip : skip + len(out)]
+            return
+        low = np.clip(edges[:-1], skip, skip + len(out))
+        high = np.clip(edges[1:], skip, skip + len(out))
+        begin = spans.begin + (low - edges[:-1])[:, None]
+        failed = self._read(Spans(spans.file, begin, begin + (high - low)[:, None]), low - skip, out)
+        if failed:
+            raise SamplesError([SampleFailure(at, int(ids[at]), failed[at]) for at in sorted(failed)])
+
     def _checked(self, ids: _Ints) -> _Ints:
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.count:
             raise InvalidError(

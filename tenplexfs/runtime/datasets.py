@@ -1,0 +1,194 @@
+"""This node's datasets: their indexes, got from where they were built, and where their samples come from."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from tenplexfs.core.datasets import DatasetState, Spread, spread_of
+from tenplexfs.core.layout import Layout
+from tenplexfs.core.partition import RankRows
+from tenplexfs.core.snapshot import NodeName
+from tenplexfs.errors import TenplexError, UnavailableError
+from tenplexfs.formats.dataset_settings import datasets_of
+from tenplexfs.runtime.dataset_view import DatasetView, SampleReader
+from tenplexfs.storage.samples.indexes import Indexes
+from tenplexfs.storage.samples.reader import RangeReader
+from tenplexfs.storage.samples.routes import is_url
+from tenplexfs.storage.samples.source import IndexedSamples
+
+__all__ = ["Datasets", "NearReader", "SamplePeers"]
+
+log = logging.getLogger(__name__)
+
+_THREADS = 8
+_KEPT = 8
+_Ints = npt.NDArray[np.int64]
+
+
+class SamplePeers(Protocol):
+    """Other nodes, asked for indexes and samples. Every call has a deadline."""
+
+    def nodes(self) -> Collection[NodeName]:
+        """Returns the other nodes that are known."""
+        ...
+
+    async def index(self, node: NodeName, digest: str, write: Callable[[bytes], None]) -> None:
+        """Streams the file of an index; ``write`` is called in a worker thread, in order.
+
+        Raises:
+            NotFoundError: The node does not have it.
+        """
+        ...
+
+    async def samples(
+        self, node: NodeName, digest: str, ids: _Ints, *, read: bool, deadline_s: float
+    ) -> tuple[_Ints, memoryview]:
+        """Returns which of ``ids``, by position, the node has in memory, and their bytes one after another.
+
+        With ``read`` also those that its disk has.
+        """
+        ...
+
+
+class NearReader:
+    """Samples in files of this machine."""
+
+    is_near = True
+
+    def __init__(self, source: IndexedSamples) -> None:
+        self._source = source
+        self._limiter = trio.CapacityLimiter(_THREADS)
+
+    async def read(self, rows: RankRows, begin: int, end: int, skip: int, size: int) -> memoryview:
+        """Returns the bytes; the disk is read in a worker thread."""
+        return await trio.to_thread.run_sync(self._read, rows, begin, end, skip, size, limiter=self._limiter)
+
+    def _read(self, rows: RankRows, begin: int, end: int, skip: int, size: int) -> memoryview:
+        out = np.empty(size, np.uint8).data
+        self._source.read_part(rows.span(begin, end), skip, out)
+        return out
+
+
+class Datasets:
+    """Makes the datasets of snapshots. For the trio thread, but for `source` and `index_file`.
+
+    Args:
+        path: Where the indexes are.
+        reader: Reads paths and URLs.
+        peers: The other nodes.
+    """
+
+    def __init__(self, path: Path, reader: RangeReader, peers: SamplePeers) -> None:
+        self.indexes = Indexes(path)
+        self._reader = reader
+        self._peers = peers
+        self._readers: dict[str, SampleReader] = {}
+        self._coming: dict[str, trio.Lock] = {}
+        # What a stage made, for the switch that follows.
+        self._made: dict[tuple[tuple[DatasetState, ...], Spread, int | None], tuple[DatasetView, ...]] = {}
+
+    def source(self, digest: str) -> IndexedSamples:
+        """Returns the samples of an index that is here, from where its files are. Any thread."""
+        return IndexedSamples(self.indexes.index(digest), self._reader)
+
+    def index_file(self, digest: str) -> Path:
+        """Returns the file of an index. Any thread."""
+        return self.indexes.path / digest
+
+    async def prepare(self, settings_json: bytes) -> None:
+        """Returns once every index of a snapshot is here.
+
+        Raises:
+            UnavailableError: No node that answers has one of them.
+        """
+        for state in datasets_of(settings_json).values():
+            async with self._coming.setdefault(state.digest, trio.Lock()):
+                if not self.indexes.has(state.digest):
+                    await self._get(state)
+
+    async def views(self, settings_json: bytes, layout: Layout, step: int | None) -> tuple[DatasetView, ...]:
+        """Returns the datasets of a snapshot, in the order in which they were added.
+
+        Raises:
+            TenplexError: An index cannot be had or does not fit.
+        """
+        await self.prepare(settings_json)
+        states = tuple(datasets_of(settings_json).values())
+        if not states:
+            return ()
+        spread = await trio.to_thread.run_sync(spread_of, layout)
+        key = (states, spread, step)
+        made = self._made.get(key)
+        if made is None:
+            made = await trio.to_thread.run_sync(self._views, states, spread, step)
+            self._made[key] = made
+            while len(self._made) > _KEPT:
+                del self._made[next(iter(self._made))]
+        return made
+
+    def _views(
+        self, states: Sequence[DatasetState], spread: Spread, step: int | None
+    ) -> tuple[DatasetView, ...]:
+        views = []
+        for state in states:
+            index = self.indexes.index(state.digest)
+            view = DatasetView(state, spread, index, self._reader_of(state), step)
+            view.prepare()
+            views.append(view)
+        return tuple(views)
+
+    def _reader_of(self, state: DatasetState) -> SampleReader:
+        if state.digest not in self._readers:
+            self._readers[state.digest] = NearReader(self.source(state.digest))
+        return self._readers[state.digest]
+
+    async def _get(self, state: DatasetState) -> None:
+        first = NodeName(state.added_by)
+        others = self._peers.nodes()
+        failure: TenplexError | None = None
+        for node in sorted(others, key=lambda node: node != first):
+            try:
+                await self._get_from(node, state)
+            except TenplexError as error:
+                failure = error
+            else:
+                return
+        raise UnavailableError(
+            f"dataset {state.name}: its index was built by {first}, and no node gives it: {failure}"
+        )
+
+    async def _get_from(self, node: NodeName, state: DatasetState) -> None:
+        aside = self.indexes.path / f".get-{state.digest}"
+        fd = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            await self._peers.index(node, state.digest, lambda data: _write(fd, data))
+            await trio.to_thread.run_sync(self.indexes.take, state.digest, aside)
+        finally:
+            os.close(fd)
+            aside.unlink(missing_ok=True)
+
+    def is_near(self, digest: str) -> bool:
+        """Returns whether the files of a dataset are on this machine. Any thread."""
+        index = self.indexes.index(digest)
+        if not index.file_count:
+            return True
+        name = index.name(0)
+        return not is_url(name) and Path(name).exists()
+
+    def keep(self, settings: Sequence[bytes]) -> None:
+        """Removes the indexes that none of the snapshots with these settings needs."""
+        self.indexes.keep({state.digest for text in settings for state in datasets_of(text).values()})
+
+
+def _write(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
