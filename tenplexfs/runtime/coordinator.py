@@ -26,6 +26,7 @@ from tenplexfs.errors import (
     TenplexError,
     UnavailableError,
 )
+from tenplexfs.formats.dataset_settings import begin_datasets, plain_settings, plan_datasets
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.heads import HeadMover
 from tenplexfs.runtime.orders import Description, NodeCalls, Progress, Report, StageOrder
@@ -125,7 +126,7 @@ class Coordinator:
         async def body(lock: Lock, head: Head | None) -> Head:
             if head is not None:
                 known = await self.describe(job, head)
-                if head.layout_digest == wanted.digest and known.settings_json == settings_json:
+                if head.layout_digest == wanted.digest and plain_settings(known.settings_json) == settings_json:
                     return head
                 raise ExistsError(
                     f"job {job}: there already, at {head.snapshot}, with another layout or settings"
@@ -155,11 +156,13 @@ class Coordinator:
             check_expected(head, change.expected_generation)
             self._check_known(wanted)
             snapshot = next_snapshot(head, txid, step=head.snapshot.step)
+            datasets = await self._planned_datasets(base, head, wanted)
+            base = await self._begun(base, head, head.snapshot.step, wanted)
             source = None if head.snapshot.step is None else _Base(head.snapshot.txid, base.layout_json)
             planned = Progress("staging")
             if source is not None:
                 summary = await self._compute(plan_summary, base.layout_json, wanted.layout_json, change.drop)
-                planned = replace(planned, plan=summary)
+                planned = replace(planned, plan={**summary, "dataset": datasets})
             return await self._switch(
                 lock, head, snapshot, wanted, source, change.drop, base.settings_json, planned, report
             )
@@ -172,9 +175,10 @@ class Coordinator:
         head = _existing(change.job, heads.get(change.job))
         base = await self.describe(change.job, head)
         wanted = await self._wanted(change, head, base)
-        return await self._compute(
+        summary = await self._compute(
             plan_summary, base.layout_json, wanted.layout_json, change.drop, operations=operations
         )
+        return {**summary, "dataset": await self._planned_datasets(base, head, wanted)}
 
     async def _wanted(self, change: Change, head: Head, base: Description) -> Resolved:
         return await self._compute(
@@ -212,6 +216,7 @@ class Coordinator:
             self._check_known(wanted)
             summary = await self._compute(plan_summary, state.layout_json, wanted.layout_json, ())
             snapshot = next_snapshot(head, txid, step=state.step)
+            known = await self._begun(known, head, state.step, wanted)
             source = _Base(state.txid, state.layout_json)
             planned = Progress("staging", plan=summary)
             return await self._switch(
@@ -219,6 +224,51 @@ class Coordinator:
             )
 
         return await self._heads.under_lock(job, f"{self._node}:{txid}", body)
+
+    async def change_settings(
+        self,
+        job: JobName,
+        request_id: str,
+        change: Callable[[Description, Head], Awaitable[bytes]],
+        report: Report,
+    ) -> Head:
+        """Gives a job the settings that ``change`` makes, in a new generation with the same state.
+
+        Raises:
+            NotFoundError: No such job.
+            TenplexError: As ``change`` or the nodes refuse it. Nothing changed.
+        """
+        txid = self._txid(job, request_id)
+
+        async def body(lock: Lock, head: Head | None) -> Head:
+            head = _existing(job, head)
+            if head.snapshot.txid == txid:
+                return head
+            known = await self.describe(job, head)
+            wanted = await self._compute(resolve, Target(layout_json=known.layout_json), None, self._node)
+            settings_json = await change(known, head)
+            snapshot = next_snapshot(head, txid, step=head.snapshot.step)
+            source = None if head.snapshot.step is None else _Base(head.snapshot.txid, known.layout_json)
+            planned = Progress("staging")
+            return await self._switch(
+                lock, head, snapshot, wanted, source, (), settings_json, planned, report
+            )
+
+        return await self._heads.under_lock(job, f"{self._node}:{txid}", body)
+
+    async def _begun(
+        self, base: Description, head: Head, step: int | None, wanted: Resolved
+    ) -> Description:
+        """Returns ``base`` with its datasets begun anew, for a generation from ``step`` on."""
+        began = await self._compute(
+            begin_datasets, base.settings_json, head.snapshot.step, step, wanted.layout_json
+        )
+        return replace(base, settings_json=began)
+
+    async def _planned_datasets(self, base: Description, head: Head, wanted: Resolved) -> dict[str, object]:
+        return await self._compute(
+            plan_datasets, base.settings_json, head.snapshot.step, base.layout_json, wanted.layout_json
+        )
 
     async def remove(self, job: JobName) -> Head | None:
         """Removes a job and its bytes, also leftovers of one that is gone; returns what its head was."""
