@@ -15,17 +15,15 @@ def list_transfers(plan: Plan) -> Iterator[dict[str, Any]]:
     """Yields each element of each target shard once, as boxes of the local arrays of both sides.
 
     What stays in place is listed too, padding and empty shards are not. The list alone suffices to carry the
-    plan out: where source and target box differ in shape, elements go in C order. Of the ranks of a node that
-    list the same bytes from afar, ``wire`` is true for the one for which they cross.
+    plan out: where source and target box differ in shape, elements go in C order. A tied tensor is listed
+    under each name that a rank shows. Of those of a node that list the same bytes from afar, ``wire`` is true
+    for the one for which they cross.
 
     Cost: one dict for each box of each rank.
     """
     for node in plan.nodes:
         for target in node_part(plan, node).targets:
-            names: dict[int, str] = {}
-            for rank, path in target.keys:
-                names.setdefault(rank, path)
-            for number, (rank, path) in enumerate(names.items()):
+            for number, (rank, path) in enumerate(target.keys):
                 yield from _of_rank(target, rank, path, crosses=number == 0)
 
 
