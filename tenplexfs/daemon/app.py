@@ -23,6 +23,8 @@ import trio
 
 from tenplexfs.core.snapshot import NodeName, TxId
 from tenplexfs.daemon.config import DEFAULT_ROOT_STORE, Config, etcd_address
+from tenplexfs.daemon.dataset_calls import SampleCalls, SampleService
+from tenplexfs.daemon.dataset_service import DatasetService
 from tenplexfs.daemon.logs import setup_logs
 from tenplexfs.daemon.node_calls import Leasing, Nodes
 from tenplexfs.daemon.notify import sd_notify
@@ -42,13 +44,15 @@ from tenplexfs.rpc.registry_client import LocalRegistry, RemoteRegistry
 from tenplexfs.rpc.tls import Access, Identity, read_token
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.coordinator import Coordinator
+from tenplexfs.runtime.datasets import Datasets
 from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.leases import LeaseKeeper, LeaseTable
 from tenplexfs.runtime.member import Member
 from tenplexfs.runtime.namespace import Control, Namespace, StoreNumbers
 from tenplexfs.runtime.protocols import Registry
-from tenplexfs.storage.directory import REGISTRY
+from tenplexfs.storage.directory import INDEXES, REGISTRY
 from tenplexfs.storage.registry_sqlite import SqliteRegistry
+from tenplexfs.storage.samples.recipe import make_reader
 from tenplexfs.storage.store import Store
 
 __all__ = ["run"]
@@ -122,6 +126,10 @@ async def _start(
         lambda: StoreNumbers(store.limit_bytes, store.used_bytes),
         clock_ns=time.time_ns,
     )
+    datasets = Datasets(
+        config.store / INDEXES, make_reader(), SampleCalls(config.node, client, nodes.endpoints)
+    )
+    stack.callback(datasets.close)
     member = nodes.member = Member(
         node=config.node,
         store=store,
@@ -134,6 +142,7 @@ async def _start(
         read_timeout_s=config.read_timeout_s,
         retain_s=config.retain_s,
         remote_reads=config.remote_reads,
+        datasets=datasets,
     )
     coordinator = Coordinator(
         node=config.node,
@@ -169,6 +178,15 @@ async def _start(
             peer=peer,
             ranges=peer,
             local=service,
+            datasets=DatasetService(
+                node=config.node,
+                datasets=datasets,
+                coordinator=coordinator,
+                transactions=transactions,
+                view=view,
+                nursery=nursery,
+            ),
+            samples=SampleService(datasets),
             registry=own_registry,
             listen=config.listen,
             socket=_grpc_socket(config),

@@ -13,7 +13,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import Message
 from outcome import capture
 
-from tenplexfs._pb import control_pb2, local_pb2, peer_pb2, registry_pb2
+from tenplexfs._pb import control_pb2, dataset_pb2, local_pb2, peer_pb2, registry_pb2
 from tenplexfs.errors import UnavailableError
 from tenplexfs.rpc.errors import CLIENT_METADATA, error_of
 
@@ -52,6 +52,8 @@ SERVICES: dict[str, ServiceDescriptor] = {
         ("Peer", peer_pb2),
         ("Registry", registry_pb2),
         ("Local", local_pb2),
+        ("Datasets", dataset_pb2),
+        ("Samples", dataset_pb2),
     )
 }
 """Descriptors of the services, by name."""

@@ -13,11 +13,11 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from tenplexfs._pb import control_pb2, local_pb2, peer_pb2
+from tenplexfs._pb import control_pb2, dataset_pb2, local_pb2, peer_pb2
 from tenplexfs.core.snapshot import JobName, TxId
 from tenplexfs.runtime.protocols import ArraySource
 
-__all__ = ["ControlHandler", "LocalHandler", "PeerHandler", "RangesHandler"]
+__all__ = ["ControlHandler", "DatasetsHandler", "LocalHandler", "PeerHandler", "RangesHandler", "SamplesHandler"]
 
 
 class ControlHandler(Protocol):
@@ -105,6 +105,26 @@ class RangesHandler(Protocol):
         Raises:
             NotFoundError, StaleError: There is no such snapshot here (any more).
         """
+        ...
+
+
+class DatasetsHandler(Protocol):
+    """What the command line asks about datasets; see ``protos/tenplexfs/v1/dataset.proto``."""
+
+    def add(self, request: dataset_pb2.AddDatasetRequest) -> AsyncIterator[control_pb2.Progress]:
+        """Yields progress; the last one is "done" and carries the job, which has the dataset."""
+        ...
+
+
+class SamplesHandler(Protocol):
+    """What other daemons ask about samples."""
+
+    def index(self, request: dataset_pb2.IndexRequest) -> AsyncIterator[dataset_pb2.IndexReply]:
+        """Yields the file of an index."""
+        ...
+
+    def read(self, request: dataset_pb2.ReadSamplesRequest) -> AsyncIterator[dataset_pb2.ReadSamplesReply]:
+        """Yields which of the samples are here, and their bytes."""
         ...
 
 

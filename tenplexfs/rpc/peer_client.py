@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
 
 import grpc
 import trio
@@ -103,6 +104,18 @@ class PeerClient:
             return Retries(self._call_deadline_s).run(once, cancel)
 
         return await in_thread(run, limiter=self._limiter)
+
+    async def stream_into(
+        self, node: NodeName, method: str, request: Message, take: Callable[[Any], None], *, deadline_s: float
+    ) -> None:
+        """Calls ``take`` in a worker thread with each message of a stream; not tried again."""
+        connection = self._connection(node)
+
+        def run(cancel: Cancel) -> None:
+            for reply in connection.stream(method, request, deadline_s=deadline_s, cancel=cancel):
+                take(reply)
+
+        await in_thread(run, limiter=self._limiter)
 
     async def hello(self, node: NodeName, request: peer_pb2.HelloRequest) -> peer_pb2.HelloReply:
         """Returns who ``node`` is."""

@@ -29,7 +29,14 @@ from grpc_reflection.v1alpha import reflection
 from tenplexfs.errors import ExistsError, InvalidError, NotFoundError, UnavailableError
 from tenplexfs.rpc.connection import OPTIONS, SERVICES
 from tenplexfs.rpc.errors import answer
-from tenplexfs.rpc.handlers import ControlHandler, LocalHandler, PeerHandler, RangesHandler
+from tenplexfs.rpc.handlers import (
+    ControlHandler,
+    DatasetsHandler,
+    LocalHandler,
+    PeerHandler,
+    RangesHandler,
+    SamplesHandler,
+)
 from tenplexfs.rpc.memory import keep_freed_memory
 from tenplexfs.rpc.ranges import gather
 from tenplexfs.rpc.registry_service import RegistryService
@@ -50,6 +57,8 @@ async def serve(
     peer: PeerHandler,
     ranges: RangesHandler,
     local: LocalHandler,
+    datasets: DatasetsHandler | None = None,
+    samples: SamplesHandler | None = None,
     registry: Registry | None = None,
     listen: str | None,
     socket: Path | None,
@@ -65,6 +74,8 @@ async def serve(
         peer: Served on TCP, with ``ranges``.
         ranges: The bytes that peers ask for.
         local: Served on the Unix socket.
+        datasets: Served on the Unix socket.
+        samples: Served on TCP.
         registry: Served on TCP, when this daemon owns it.
         listen: ``host:port``; port 0 takes a free one.
         socket: Where the Unix socket is made, for the owner alone.
@@ -81,6 +92,11 @@ async def serve(
     remote: dict[str, object] = {"Control": control, "Peer": peer}
     if registry is not None:
         remote["Registry"] = RegistryService(registry)
+    if samples is not None:
+        remote["Samples"] = samples
+    own: dict[str, object] = {"Control": control, "Local": local}
+    if datasets is not None:
+        own["Datasets"] = datasets
     running: list[_Server] = []
     try:
         address = ""
@@ -89,7 +105,7 @@ async def serve(
             running.append(over_tcp)
             address = over_tcp.bind(listen, credentials)
         if socket is not None:
-            over_unix = _Server(edge, {"Control": control, "Local": local}, None, None)
+            over_unix = _Server(edge, own, None, None)
             running.append(over_unix)
             over_unix.bind_unix(socket)
         for server in running:

@@ -211,12 +211,13 @@ class DatasetTree:
         if row >= 0:
             begin, end = view.edges(row, row + 1).tolist()
             return RowsFile(view, view.sample_header, begin, end - begin)
-        make: Callable[[], FileContent] | None = {
+        makers: dict[int, Callable[[], FileContent]] = {
             _META: lambda: BytesContent(document("dataset-rank", view.meta())),
             _ORDER: lambda: OrderFile(view),
             _DATA: lambda: RowsFile(view, view.data_header, 0, view.data_bytes),
             _INDEX: lambda: IndexFile(view),
-        }.get(what)
+        }
+        make = makers.get(what)
         if make is None:
             raise StaleError(f"inode {number}: a directory, not a file")
         return make()

@@ -16,13 +16,13 @@ from tenplexfs.core.datasets import DatasetState, Spread, spread_of
 from tenplexfs.core.layout import Layout
 from tenplexfs.core.partition import RankRows
 from tenplexfs.core.snapshot import NodeName
-from tenplexfs.errors import TenplexError, UnavailableError
+from tenplexfs.errors import NotFoundError, TenplexError, UnavailableError
 from tenplexfs.formats.dataset_settings import datasets_of
 from tenplexfs.runtime.dataset_view import DatasetView, SampleReader
 from tenplexfs.storage.samples.indexes import Indexes
 from tenplexfs.storage.samples.reader import RangeReader
 from tenplexfs.storage.samples.routes import is_url
-from tenplexfs.storage.samples.source import IndexedSamples
+from tenplexfs.storage.samples.source import IndexedSamples, read_samples
 
 __all__ = ["Datasets", "NearReader", "SamplePeers"]
 
@@ -175,6 +175,19 @@ class Datasets:
             os.close(fd)
             aside.unlink(missing_ok=True)
 
+    async def held(self, digest: str, ids: _Ints, *, read: bool) -> tuple[_Ints, memoryview]:
+        """Returns which of ``ids``, by position, this node has in memory or, with ``read``, on its disk.
+
+        Raises:
+            NotFoundError: The index is not here.
+        """
+        if not self.indexes.has(digest):
+            raise NotFoundError(f"index {digest}: not on this node")
+        if read and self.is_near(digest):
+            parts = await trio.to_thread.run_sync(read_samples, self.source(digest), ids)
+            return np.arange(len(ids), dtype=np.int64), memoryview(b"".join(parts))
+        return np.empty(0, np.int64), memoryview(b"")
+
     def is_near(self, digest: str) -> bool:
         """Returns whether the files of a dataset are on this machine. Any thread."""
         index = self.indexes.index(digest)
@@ -182,6 +195,10 @@ class Datasets:
             return True
         name = index.name(0)
         return not is_url(name) and Path(name).exists()
+
+    def close(self) -> None:
+        """Ends the reader's threads."""
+        self._reader.close()
 
     def keep(self, settings: Sequence[bytes]) -> None:
         """Removes the indexes that none of the snapshots with these settings needs."""

@@ -1,0 +1,223 @@
+"""What the daemon answers about datasets: adding one, with its index built by a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+from tenplexfs._pb import control_pb2, dataset_pb2
+from tenplexfs.core.cursor import Cursor, Tail
+from tenplexfs.core.datasets import DatasetState, spread_of
+from tenplexfs.core.snapshot import Head, JobName, NodeName, check_job_name
+from tenplexfs.daemon.transactions import Transaction, Transactions
+from tenplexfs.daemon.view import View, progress_message
+from tenplexfs.errors import ConflictError, ExistsError, InvalidError, TenplexError
+from tenplexfs.formats.dataset_settings import check_dataset_name, datasets_of, put_datasets
+from tenplexfs.formats.layout_json import parse_layout
+from tenplexfs.runtime.compute import Compute
+from tenplexfs.runtime.coordinator import Coordinator
+from tenplexfs.runtime.datasets import Datasets
+from tenplexfs.runtime.orders import Description, Progress, Report
+from tenplexfs.storage.samples.recipe import BuiltFile, Recipe, build_index
+from tenplexfs.storage.samples.routes import is_url
+
+__all__ = ["DatasetService"]
+
+_LOOK_S = 0.1
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A dataset that somebody wants, before its index is known."""
+
+    job: JobName
+    name: str
+    recipe: Recipe
+    batch: int | None
+    seed: int
+    shuffle: bool | None
+    tail: Tail | None
+    unsplit: bool
+    epoch: int
+    consumed: int
+
+
+class DatasetService:
+    """Implements `rpc.handlers.DatasetsHandler`.
+
+    Args:
+        nursery: Where indexes are built, whoever watches.
+    """
+
+    def __init__(
+        self,
+        *,
+        node: NodeName,
+        datasets: Datasets,
+        coordinator: Coordinator,
+        transactions: Transactions,
+        view: View,
+        nursery: trio.Nursery,
+    ) -> None:
+        self._node = node
+        self._datasets = datasets
+        self._coordinator = coordinator
+        self._transactions = transactions
+        self._view = view
+        self._nursery = nursery
+        self._running: dict[tuple[JobName, str], Transaction] = {}
+
+    async def add(self, request: dataset_pb2.AddDatasetRequest) -> AsyncIterator[control_pb2.Progress]:
+        """Builds the index, then switches the job to a snapshot that has the dataset."""
+        wanted = _wanted(request)
+        self._view.job(wanted.job)
+        key = (wanted.job, wanted.name)
+        running = self._running.get(key)
+        if running is None or running.request_id != request.request_id:
+            if running is not None:
+                raise ConflictError(f"job {wanted.job}: dataset {wanted.name} is being added already")
+            running = self._running[key] = Transaction(wanted.job, request.request_id)
+            self._nursery.start_soon(self._add, running, wanted)
+        async for progress in running.watch():
+            yield progress_message(progress)
+        last = Progress("done", running.progress.message, running.progress.nodes)
+        yield progress_message(last, self._view.job(wanted.job))
+
+    async def _add(self, running: Transaction, wanted: _Wanted) -> None:
+        try:
+            with running.scope:
+                built = await self._build(running, wanted)
+                running.head = await self._switch(running, wanted, built)
+                running.report(Progress("done", _summary(built), running.progress.nodes))
+        except TenplexError as error:
+            running.failure = error
+        finally:
+            if running.head is None and running.failure is None:
+                running.failure = ConflictError(f"job {wanted.job}: the daemon is stopping")
+            del self._running[wanted.job, wanted.name]
+            running.ended.set()
+            running.report(running.progress)
+
+    async def _build(self, running: Transaction, wanted: _Wanted) -> BuiltFile:
+        directory = self._datasets.indexes.path
+        progress = directory / f".progress-{wanted.job}-{wanted.name}"
+        compute = Compute()
+        running.report(Progress("indexing"))
+
+        async def look() -> None:
+            while True:
+                await trio.sleep(_LOOK_S)
+                done = await trio.to_thread.run_sync(_progress_of, progress)
+                if done is not None and done != running.progress.nodes.get(self._node):
+                    running.report(Progress("indexing", nodes={self._node: done}))
+
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(look)
+                failure: TenplexError | None = None
+                try:
+                    built = await compute(build_index, wanted.recipe, directory, progress)
+                except TenplexError as error:
+                    failure = error
+                nursery.cancel_scope.cancel()
+        finally:
+            compute.close()
+            progress.unlink(missing_ok=True)
+        if failure is not None:
+            raise type(failure)(f"dataset {wanted.name}: {failure.message}", **failure.details) from failure
+        return built
+
+    async def _switch(self, running: Transaction, wanted: _Wanted, built: BuiltFile) -> Head:
+        async def change(known: Description, head: Head) -> bytes:
+            await trio.lowlevel.checkpoint()
+            states = datasets_of(known.settings_json)
+            if wanted.name in states:
+                raise ExistsError(f"job {wanted.job}: has a dataset {wanted.name} already")
+            spread = spread_of(parse_layout(known.layout_json))
+            batch = wanted.batch or spread.global_batch or 1
+            state = DatasetState(
+                name=wanted.name,
+                digest=built.digest,
+                index_bytes=built.index_bytes,
+                kind=built.kind,
+                sources=wanted.recipe.sources,
+                added_by=self._node,
+                count=built.count,
+                unsplit=wanted.unsplit,
+                shuffle=not wanted.unsplit if wanted.shuffle is None else wanted.shuffle,
+                own_batch=wanted.batch,
+                own_tail=wanted.tail,
+                tail=wanted.tail or Tail.KEEP,
+                start=Cursor(wanted.epoch, wanted.consumed, batch, wanted.seed),
+                start_step=head.snapshot.step or 0,
+            )
+            began = [
+                old.begun(old.cursor_at(head.snapshot.step), head.snapshot.step, spread)
+                for old in states.values()
+            ]
+            return put_datasets(
+                known.settings_json, [*began, state.begun(state.start, head.snapshot.step, spread)]
+            )
+
+        async def work(report: Report) -> Head:
+            return await self._coordinator.change_settings(wanted.job, running.request_id, change, report)
+
+        transaction = self._transactions.start(wanted.job, running.request_id, work)
+        async for progress in transaction.watch():
+            running.report(progress)
+        if transaction.head is None:
+            raise ConflictError(f"job {wanted.job}: the transaction was aborted")
+        return transaction.head
+
+
+def _wanted(request: dataset_pb2.AddDatasetRequest) -> _Wanted:
+    for source in request.sources:
+        if not is_url(source) and not Path(source).is_absolute():
+            raise InvalidError(f"dataset: source {source!r}: need an absolute path or a URL")
+    if request.unsplit and (request.epoch or request.consumed):
+        raise InvalidError("dataset: one that is unsplit has no place where training is in it")
+    recipe = Recipe(
+        sources=tuple(request.sources),
+        kind=request.kind,
+        members=request.members,
+        record_bytes=request.record_bytes,
+        skip_bytes=request.skip_bytes,
+        dtype=request.dtype,
+        shape=tuple(request.shape),
+        sequence_length=request.sequence_length,
+    )
+    return _Wanted(
+        check_job_name(request.job),
+        check_dataset_name(request.name),
+        recipe,
+        request.global_batch or None,
+        request.seed,
+        request.shuffle if request.HasField("shuffle") else None,
+        Tail(request.tail) if request.tail else None,
+        request.unsplit,
+        request.epoch,
+        request.consumed,
+    )
+
+
+def _progress_of(file: Path) -> tuple[int, int] | None:
+    try:
+        done, total = file.read_text().split()
+    except (OSError, ValueError):
+        return None
+    return int(done), int(total)
+
+
+def _summary(built: BuiltFile) -> str:
+    said = [f"{built.count} samples of {built.files} files ({built.kind})"]
+    if built.short:
+        more = f" and {len(built.short) - 1} more" if len(built.short) > 1 else ""
+        said.append(f"shorter than the index says, reads of those samples will fail: {built.short[0]}{more}")
+    if built.overlapping_count:
+        said.append(f"{built.overlapping_count} samples overlap the one before")
+    if built.empty_count:
+        said.append(f"{built.empty_count} samples are empty")
+    return "; ".join(said)
