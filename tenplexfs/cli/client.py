@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tenplexfs._pb import control_pb2, local_pb2
+from tenplexfs._pb import control_pb2, dataset_pb2, local_pb2
 from tenplexfs.errors import UnavailableError
 from tenplexfs.rpc.connection import Connection
 
@@ -143,6 +143,12 @@ class Daemon:
     ) -> Iterator[control_pb2.Progress]:
         """Yields the progress of the import."""
         return self._stream("Local/Import", request, timeout_s)
+
+    def add_dataset(
+        self, request: dataset_pb2.AddDatasetRequest, timeout_s: float | None
+    ) -> Iterator[control_pb2.Progress]:
+        """Yields the progress of the index, then that of the switch."""
+        return self._stream("Datasets/Add", request, timeout_s)
 
     def verify(self, job: str) -> Iterator[local_pb2.VerifyReply]:
         """Yields progress and what is corrupt."""
