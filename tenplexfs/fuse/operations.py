@@ -146,6 +146,8 @@ class Operations(pyfuse3.Operations):
         return list(self._namespace.xattrs(inode))
 
     async def _read_wait(self, content: FileContent, offset: int, size: int) -> bytes | memoryview:
+        if getattr(content, "is_near", False):  # a disk, no other node: it may wait in any number
+            return await content.read_wait(offset, size)
         if self._waiting >= self.waiting_limit:
             raise UnavailableError(
                 f"read: {self._waiting} reads wait for other nodes already, and the kernel's max_background "

@@ -15,11 +15,9 @@ from tenplexfs.formats.sample_index import Packing
 from tenplexfs.runtime.dataset_files import IndexFile, OrderFile, RowsFile
 from tenplexfs.runtime.dataset_view import DatasetView, RankView, document
 from tenplexfs.runtime.protocols import FileContent
-from tenplexfs.runtime.tree import Attributes, BytesContent, Tree
+from tenplexfs.runtime.tree import Attributes, BytesContent
 
-__all__ = ["DatasetTree", "dataset_parts"]
-
-_SECTION = 7
+__all__ = ["DatasetTree"]
 
 SAMPLES_A_BLOCK = 10_000
 _EPOCHS_AT = 1 << 12  # numbers below are `dataset` itself, and two for each dataset
@@ -27,15 +25,6 @@ _LIMIT = 1 << 37
 # Numbers in a view; blocks and then samples follow.
 _DIR, _META, _ORDER, _DATA, _INDEX, _SAMPLES, _PARTS, _FIRST_BLOCK = range(8)
 _LISTED_AT_ONCE = 256
-
-
-def dataset_parts(
-    job: str, views: Sequence[DatasetView], mtime_ns: int, base: Callable[[int], int]
-) -> Mapping[int, tuple[bytes, Tree]]:
-    """Returns the directories that the datasets of a snapshot add to it, by section of its inodes."""
-    if not views:
-        return {}
-    return {_SECTION: (b"dataset", DatasetTree(base(_SECTION), views, mtime_ns))}
 
 
 class _Epoch(NamedTuple):

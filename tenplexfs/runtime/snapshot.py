@@ -18,7 +18,7 @@ from tenplexfs.formats import npy
 from tenplexfs.formats.ptc_json import ptc_document
 from tenplexfs.formats.structure import leaf_files, nested_document
 from tenplexfs.formats.values import unpack
-from tenplexfs.runtime.dataset_tree import dataset_parts
+from tenplexfs.runtime.dataset_parts import dataset_parts
 from tenplexfs.runtime.dataset_view import DatasetView
 from tenplexfs.runtime.fetching import Fetcher
 from tenplexfs.runtime.protocols import FileContent
