@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 
 from tenplexfs.errors import StaleError
 from tenplexfs.runtime.dataset_files import RowsFile
@@ -24,6 +26,8 @@ from tenplexfs.runtime.tree import Attributes, BytesContent
 __all__ = ["TenplexTree"]
 
 _SHARD_ROWS = 8192
+_TENS = 10 ** np.arange(1, 19, dtype=np.int64)
+_Ints = npt.NDArray[np.int64]
 _ROOT, _JOBS, _JOB, _HEAD, _PROGRESS = range(5)
 _PROGRESS_AT = 16
 # Numbers of a progress: its file, its directory, what is in it; then ranks.
@@ -247,12 +251,41 @@ def _shard(view: RankView, begin: int, end: int) -> FileContent:
     return RowsFile(view, b"", low, high - low)
 
 
+class _Numbers:
+    """A text of numbers, made when it is read; its size is known before.
+
+    Args:
+        head: What comes before the numbers.
+        rows: int64 (n, columns), a line each.
+    """
+
+    def __init__(self, head: str, rows: _Ints) -> None:
+        self._head = head.encode()
+        self._rows = rows
+        self._text: bytes | None = None
+        digits = 1 + (rows[..., None] >= _TENS).sum(axis=-1)
+        self.size = len(self._head) + int(digits.sum()) + rows.size
+
+    def read(self, offset: int, size: int) -> memoryview:
+        """Returns the bytes."""
+        if self._text is None:
+            lines = (" ".join(map(str, row)) for row in self._rows.tolist())
+            self._text = self._head + "".join(f"{line}\n" for line in lines).encode()
+        return memoryview(self._text)[offset : offset + size]
+
+    async def read_wait(self, offset: int, size: int) -> memoryview:
+        """Returns the same as `read`."""
+        return self.read(offset, size)
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
 def _ids(view: RankView, begin: int, end: int) -> FileContent:
-    return BytesContent("".join(f"{sample}\n" for sample in view.rows.span(begin, end).tolist()).encode())
+    return _Numbers("", view.rows.span(begin, end)[:, None])
 
 
 def _index(view: RankView, name: str, begin: int, end: int) -> FileContent:
     edges = view.edges(begin, end)
-    edges = (edges - edges[0]).tolist()
-    ranges = [f"{low} {high}\n" for low, high in zip(edges, edges[1:], strict=False)]
-    return BytesContent(f"1\n./{name} {end - begin}\n{''.join(ranges)}".encode())
+    edges = edges - edges[0]
+    return _Numbers(f"1\n./{name} {end - begin}\n", np.stack([edges[:-1], edges[1:]], axis=1))
