@@ -1,4 +1,4 @@
-"""``tenplexfs serve``, ``status`` and ``unmount``: the daemon of this node."""
+"""``tenplexfs serve``, ``status``, ``unmount`` and what else is about the daemon of this node."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import os
 import subprocess
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from tenplexfs.cli import show
+from tenplexfs.cli import show, tls
 from tenplexfs.cli.client import Daemon, job_content
+from tenplexfs.cli.doctor import doctor
 from tenplexfs.cli.jobs import show_jobs
 from tenplexfs.cli.session import Session, command
-from tenplexfs.daemon.config import SETTINGS, load_config
+from tenplexfs.cli.settings import Flags, with_settings
+from tenplexfs.daemon.config import load_config
 from tenplexfs.errors import NotFoundError, TenplexError, TimedOutError, UnavailableError
 
 __all__ = ["register"]
@@ -25,61 +27,20 @@ _POLL_S = 0.05
 
 def register(app: typer.Typer) -> None:
     """Adds the commands to ``app``."""
-    command(app, "serve")(serve)
-    command(app, "mount", hidden=True)(serve)
+    command(app, "serve")(with_settings(serve))
+    command(app, "mount", hidden=True)(with_settings(serve))
+    command(app, "doctor")(with_settings(doctor))
+    app.add_typer(tls.app, name="tls")
     command(app, "status")(status)
     command(app, "unmount")(unmount)
 
 
-def _option(name: str, metavar: str) -> Any:  # noqa: ANN401 - typer's own type is private
-    return typer.Option(metavar=metavar, help=SETTINGS[name])
-
-
-def serve(
-    session: Session,
-    *,
-    node: Annotated[str | None, _option("node", "NAME")] = None,
-    mount: Annotated[str | None, _option("mount", "DIR")] = None,
-    no_mount: Annotated[bool, typer.Option("--no-mount", help="Serve without a mount.")] = False,
-    listen: Annotated[str | None, _option("listen", "HOST:PORT")] = None,
-    peer: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NODE=HOST:PORT", help="Another daemon; once for each."),
-    ] = None,
-    registry: Annotated[str | None, _option("registry", "NODE|etcd://HOST:PORT,...")] = None,
-    store: Annotated[str | None, _option("store", "DIR")] = None,
-    memory: Annotated[str | None, _option("memory", "SIZE")] = None,
-    remote_reads: Annotated[str | None, _option("remote_reads", "on|off")] = None,
-    read_timeout: Annotated[str | None, _option("read_timeout", "SECONDS")] = None,
-    retain: Annotated[str | None, _option("retain", "SECONDS")] = None,
-    tls: Annotated[str | None, _option("tls", "DIR")] = None,
-    token_file: Annotated[str | None, _option("token_file", "FILE")] = None,
-    allow_other: Annotated[bool, typer.Option("--allow-other", help="Let other users read it.")] = False,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen on an address that is not loopback, without TLS.")
-    ] = False,
-) -> None:
+def serve(session: Session, flags: Flags) -> None:
     """Run the daemon of this node, in the foreground. `mount` is the same.
 
     Every flag may also stand in the environment, as TENPLEXFS_<FLAG>, or in a configuration file.
     """
-    flags: dict[str, str | list[str] | None] = {
-        "node": node,
-        "mount": mount,
-        "listen": listen,
-        "peer": peer or None,
-        "registry": registry,
-        "store": store,
-        "socket": session.socket,
-        "memory": memory,
-        "remote_reads": remote_reads,
-        "read_timeout": read_timeout,
-        "retain": retain,
-        "tls": tls,
-        "token_file": token_file,
-    }
-    switches = {"no_mount": no_mount, "allow_other": allow_other, "insecure": insecure}
-    config = load_config(flags | {name: "on" for name, given in switches.items() if given})
+    config = load_config(flags)
     # Imported here: nothing else needs the daemon, and a command should start at once.
     from tenplexfs.daemon.app import run
 

@@ -96,6 +96,11 @@ class Daemon:
         self.process.kill()
         self.process.wait()
 
+    def freeze(self) -> None:
+        """Stops it where it is, without an end."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+
     def stop(self) -> float:
         """Asks it to end; returns how long it took."""
         assert self.process is not None
