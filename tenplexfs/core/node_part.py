@@ -102,9 +102,12 @@ def node_part(plan: Plan, node: str) -> NodePart:
     """
     if node not in plan.nodes:
         raise NotFoundError(f"no node {node!r} in either layout")
+    number = plan.nodes.index(node)
     targets: list[Target] = []
     for match, sources in zip(plan.matches, plan.sources, strict=True):
-        targets += _MatchPart(plan, match, sources, plan.nodes.index(node)).targets(len(targets))
+        first, last = np.searchsorted(match.wanted.node_cells[0], [number, number + 1])
+        if first < last:
+            targets += _MatchPart(plan, match, sources, number).targets(len(targets))
     return NodePart(node, tuple(targets))
 
 

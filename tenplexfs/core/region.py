@@ -285,6 +285,8 @@ def split_runs(extents: Ints, boxes: Boxes) -> tuple[Ints, Boxes, Ints]:
     owner, parts = np.arange(n), boxes
     for dim in range(ndim - 1):
         single = dim < last[owner]
+        if not single.any():
+            continue
         lows = np.where(single, parts[:, 0, dim], 0)
         highs = np.where(single, parts[:, 1, dim], 1)
         again, value = expand_spans(lows, highs)
