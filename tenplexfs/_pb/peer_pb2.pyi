@@ -26,7 +26,7 @@ class HelloReply(_message.Message):
     def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class StageRequest(_message.Message):
-    __slots__ = ("job", "snapshot", "base_txid", "old_layout_json", "new_layout_json", "settings_json", "coordinator", "drop", "endpoints", "created_ns")
+    __slots__ = ("job", "snapshot", "base_txid", "old_layout_json", "new_layout_json", "settings_json", "coordinator", "drop", "endpoints", "created_ns", "values", "is_save")
     class EndpointsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,8 @@ class StageRequest(_message.Message):
     DROP_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     CREATED_NS_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    IS_SAVE_FIELD_NUMBER: _ClassVar[int]
     job: str
     snapshot: _registry_pb2.Snapshot
     base_txid: str
@@ -54,7 +56,9 @@ class StageRequest(_message.Message):
     drop: _containers.RepeatedScalarFieldContainer[str]
     endpoints: _containers.ScalarMap[str, str]
     created_ns: int
-    def __init__(self, job: _Optional[str] = ..., snapshot: _Optional[_Union[_registry_pb2.Snapshot, _Mapping]] = ..., base_txid: _Optional[str] = ..., old_layout_json: _Optional[str] = ..., new_layout_json: _Optional[str] = ..., settings_json: _Optional[str] = ..., coordinator: _Optional[str] = ..., drop: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., created_ns: _Optional[int] = ...) -> None: ...
+    values: bytes
+    is_save: bool
+    def __init__(self, job: _Optional[str] = ..., snapshot: _Optional[_Union[_registry_pb2.Snapshot, _Mapping]] = ..., base_txid: _Optional[str] = ..., old_layout_json: _Optional[str] = ..., new_layout_json: _Optional[str] = ..., settings_json: _Optional[str] = ..., coordinator: _Optional[str] = ..., drop: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., created_ns: _Optional[int] = ..., values: _Optional[bytes] = ..., is_save: _Optional[bool] = ...) -> None: ...
 
 class StageProgress(_message.Message):
     __slots__ = ("bytes_done", "bytes_total")
@@ -77,12 +81,14 @@ class SwitchReply(_message.Message):
     def __init__(self) -> None: ...
 
 class DropRequest(_message.Message):
-    __slots__ = ("job", "txid")
+    __slots__ = ("job", "txid", "reason")
     JOB_FIELD_NUMBER: _ClassVar[int]
     TXID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     job: str
     txid: str
-    def __init__(self, job: _Optional[str] = ..., txid: _Optional[str] = ...) -> None: ...
+    reason: str
+    def __init__(self, job: _Optional[str] = ..., txid: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class DropReply(_message.Message):
     __slots__ = ()
@@ -97,18 +103,73 @@ class DescribeRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., txid: _Optional[str] = ...) -> None: ...
 
 class DescribeReply(_message.Message):
-    __slots__ = ("snapshot", "layout_json", "settings_json", "created_ns", "committed")
+    __slots__ = ("snapshot", "layout_json", "settings_json", "created_ns", "committed", "values")
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_JSON_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_JSON_FIELD_NUMBER: _ClassVar[int]
     CREATED_NS_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
     snapshot: _registry_pb2.Snapshot
     layout_json: str
     settings_json: str
     created_ns: int
     committed: bool
-    def __init__(self, snapshot: _Optional[_Union[_registry_pb2.Snapshot, _Mapping]] = ..., layout_json: _Optional[str] = ..., settings_json: _Optional[str] = ..., created_ns: _Optional[int] = ..., committed: _Optional[bool] = ...) -> None: ...
+    values: bytes
+    def __init__(self, snapshot: _Optional[_Union[_registry_pb2.Snapshot, _Mapping]] = ..., layout_json: _Optional[str] = ..., settings_json: _Optional[str] = ..., created_ns: _Optional[int] = ..., committed: _Optional[bool] = ..., values: _Optional[bytes] = ...) -> None: ...
+
+class CollectRequest(_message.Message):
+    __slots__ = ("job", "snapshot", "leader", "patience_s")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    LEADER_FIELD_NUMBER: _ClassVar[int]
+    PATIENCE_S_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    snapshot: _registry_pb2.Snapshot
+    leader: str
+    patience_s: float
+    def __init__(self, job: _Optional[str] = ..., snapshot: _Optional[_Union[_registry_pb2.Snapshot, _Mapping]] = ..., leader: _Optional[str] = ..., patience_s: _Optional[float] = ...) -> None: ...
+
+class CollectReply(_message.Message):
+    __slots__ = ("is_complete", "values", "sums")
+    IS_COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    SUMS_FIELD_NUMBER: _ClassVar[int]
+    is_complete: bool
+    values: bytes
+    sums: bytes
+    def __init__(self, is_complete: _Optional[bool] = ..., values: _Optional[bytes] = ..., sums: _Optional[bytes] = ...) -> None: ...
+
+class StopAtRequest(_message.Message):
+    __slots__ = ("job", "generation", "token", "action", "step")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    generation: int
+    token: str
+    action: str
+    step: int
+    def __init__(self, job: _Optional[str] = ..., generation: _Optional[int] = ..., token: _Optional[str] = ..., action: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+
+class StopAtReply(_message.Message):
+    __slots__ = ("told", "for_all", "ended")
+    class ToldEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    TOLD_FIELD_NUMBER: _ClassVar[int]
+    FOR_ALL_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    told: _containers.ScalarMap[int, int]
+    for_all: bool
+    ended: bool
+    def __init__(self, told: _Optional[_Mapping[int, int]] = ..., for_all: _Optional[bool] = ..., ended: _Optional[bool] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
     __slots__ = ("job", "txid", "lease_id", "ttl_s")

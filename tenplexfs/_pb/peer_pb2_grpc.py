@@ -61,6 +61,16 @@ class PeerStub:
                 request_serializer=tenplexfs_dot_v1_dot_peer__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=tenplexfs_dot_v1_dot_peer__pb2.DescribeReply.FromString,
                 _registered_method=True)
+        self.Collect = channel.unary_unary(
+                '/tenplexfs.v1.Peer/Collect',
+                request_serializer=tenplexfs_dot_v1_dot_peer__pb2.CollectRequest.SerializeToString,
+                response_deserializer=tenplexfs_dot_v1_dot_peer__pb2.CollectReply.FromString,
+                _registered_method=True)
+        self.StopAt = channel.unary_unary(
+                '/tenplexfs.v1.Peer/StopAt',
+                request_serializer=tenplexfs_dot_v1_dot_peer__pb2.StopAtRequest.SerializeToString,
+                response_deserializer=tenplexfs_dot_v1_dot_peer__pb2.StopAtReply.FromString,
+                _registered_method=True)
         self.Lease = channel.unary_unary(
                 '/tenplexfs.v1.Peer/Lease',
                 request_serializer=tenplexfs_dot_v1_dot_peer__pb2.LeaseRequest.SerializeToString,
@@ -111,6 +121,20 @@ class PeerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Collect(self, request, context):
+        """What the node's ranks have saved of a step, or that it is not complete yet, after some patience.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StopAt(self, request, context):
+        """Agrees on the step at which all ranks stop.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Lease(self, request, context):
         """Keeps the bytes of a snapshot for an open handle elsewhere.
         """
@@ -151,6 +175,16 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=tenplexfs_dot_v1_dot_peer__pb2.DescribeRequest.FromString,
                     response_serializer=tenplexfs_dot_v1_dot_peer__pb2.DescribeReply.SerializeToString,
+            ),
+            'Collect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Collect,
+                    request_deserializer=tenplexfs_dot_v1_dot_peer__pb2.CollectRequest.FromString,
+                    response_serializer=tenplexfs_dot_v1_dot_peer__pb2.CollectReply.SerializeToString,
+            ),
+            'StopAt': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopAt,
+                    request_deserializer=tenplexfs_dot_v1_dot_peer__pb2.StopAtRequest.FromString,
+                    response_serializer=tenplexfs_dot_v1_dot_peer__pb2.StopAtReply.SerializeToString,
             ),
             'Lease': grpc.unary_unary_rpc_method_handler(
                     servicer.Lease,
@@ -300,6 +334,60 @@ class Peer:
             '/tenplexfs.v1.Peer/Describe',
             tenplexfs_dot_v1_dot_peer__pb2.DescribeRequest.SerializeToString,
             tenplexfs_dot_v1_dot_peer__pb2.DescribeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Collect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tenplexfs.v1.Peer/Collect',
+            tenplexfs_dot_v1_dot_peer__pb2.CollectRequest.SerializeToString,
+            tenplexfs_dot_v1_dot_peer__pb2.CollectReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopAt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tenplexfs.v1.Peer/StopAt',
+            tenplexfs_dot_v1_dot_peer__pb2.StopAtRequest.SerializeToString,
+            tenplexfs_dot_v1_dot_peer__pb2.StopAtReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,6 +22,7 @@ from pathlib import Path
 import trio
 
 from tenplexfs.core.snapshot import NodeName, TxId
+from tenplexfs.daemon.clients import Clients
 from tenplexfs.daemon.config import DEFAULT_ROOT_STORE, Config, etcd_address
 from tenplexfs.daemon.dataset_calls import SampleCalls, SampleService
 from tenplexfs.daemon.dataset_service import DatasetService
@@ -122,7 +123,7 @@ async def _start(
     nodes = Nodes(config.node, client, {config.node: config.listen, **config.peers})
     leases, keeper, metrics = LeaseTable(), LeaseKeeper(Leasing(client)), Metrics()
     tree = Namespace(
-        _control(config, lambda: view),
+        _control(config, lambda: view, lambda: clients),
         lambda: StoreNumbers(store.limit_bytes, store.used_bytes),
         clock_ns=time.time_ns,
     )
@@ -156,6 +157,18 @@ async def _start(
     table = nodes.table = JobTable(member, registry, coordinator.describe)
     transactions = Transactions(nursery, table.touch)
     view = View(config, member, table, transactions, metrics)
+    clients = Clients(
+        config=config,
+        member=member,
+        table=table,
+        coordinator=coordinator,
+        compute=compute,
+        nodes=nodes,
+        client=client,
+        state=view.state,
+        nursery=nursery,
+        clock_ns=time.time_ns,
+    )
     service = Service(
         config=config,
         member=member,
@@ -167,9 +180,16 @@ async def _start(
         metrics=metrics,
         new_txid=_new_txid,
         stop=stop.set,
+        clients=clients,
     )
     peer = PeerService(
-        member=member, table=table, leases=leases, metrics=metrics, nursery=nursery, learn=nodes.learn
+        member=member,
+        table=table,
+        leases=leases,
+        metrics=metrics,
+        nursery=nursery,
+        learn=nodes.learn,
+        stops=clients.stops,
     )
     await stack.enter_async_context(
         server.serve(
@@ -197,6 +217,7 @@ async def _start(
     nursery.start_soon(keeper.run)
     nursery.start_soon(member.run)
     await nursery.start(table.run)
+    await nursery.start(clients.run)
     if config.mount is not None:
         mount = await stack.enter_async_context(Mount(tree, config.mount, allow_other=config.allow_other))
         nursery.start_soon(_stop_when, mount.ended, stop)
@@ -229,8 +250,8 @@ def _registry(config: Config, access: Access, stack: AsyncExitStack) -> tuple[Re
     return own, own
 
 
-def _control(config: Config, view: Callable[[], View]) -> Control:
-    """Returns what ``.tenplexfs`` shows; ``view`` is asked at each open."""
+def _control(config: Config, view: Callable[[], View], clients: Callable[[], Clients]) -> Control:
+    """Returns what ``.tenplexfs`` shows; ``view`` and ``clients`` are asked at each open."""
     return Control(
         files={
             "version": f"{VERSION}\n".encode,
@@ -244,7 +265,7 @@ def _control(config: Config, view: Callable[[], View]) -> Control:
         jobs=lambda: view().job_names(),
         job_files={
             "status.json": lambda job: _document(view().job_status(job)),
-            "stop": lambda job: b"-\n",
+            "stop": lambda job: clients().stop_text(job),
         },
     )
 

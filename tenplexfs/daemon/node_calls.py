@@ -8,14 +8,21 @@ from contextlib import aclosing
 import trio
 
 from tenplexfs._pb import peer_pb2
-from tenplexfs.core.snapshot import Head, JobName, NodeName, TxId
+from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
+from tenplexfs.core.stopping import Told
+from tenplexfs.formats.values import unpack
 from tenplexfs.rpc.messages import head_to_pb, snapshot_of, snapshot_to_pb
 from tenplexfs.rpc.peer_client import PeerClient
 from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.member import Member
 from tenplexfs.runtime.orders import Description, StageOrder
+from tenplexfs.runtime.save_parts import decode_sums
+from tenplexfs.runtime.saving import SavePart
+from tenplexfs.runtime.stopping import Stops
 
-__all__ = ["Leasing", "Nodes"]
+__all__ = ["Desks", "Leasing", "Nodes"]
+
+_COLLECT_S = 4.0
 
 
 class Nodes:
@@ -62,12 +69,25 @@ class Nodes:
         message = None if head is None else head_to_pb(head)
         await self._client.switch(node, peer_pb2.SwitchRequest(job=job, head=message))
 
-    async def drop(self, node: NodeName, job: JobName, txid: TxId) -> None:
+    async def drop(self, node: NodeName, job: JobName, txid: TxId, reason: str = "") -> None:
         """Drops a snapshot."""
         if node == self._here:
-            await self.member.drop(job, txid)
+            await self.member.drop(job, txid, reason)
             return
-        await self._client.drop(node, peer_pb2.DropRequest(job=job, txid=txid))
+        await self._client.drop(node, peer_pb2.DropRequest(job=job, txid=txid, reason=reason))
+
+    async def collect(
+        self, node: NodeName, job: JobName, snapshot: SnapshotId, leader: str
+    ) -> SavePart | None:
+        """Returns what the node's ranks have saved, or None when it is not complete yet."""
+        if node == self._here:
+            assert self.member.saves is not None  # it asks for a save of its own
+            return await self.member.saves.collect(job, snapshot, leader, _COLLECT_S)
+        request = peer_pb2.CollectRequest(
+            job=job, snapshot=snapshot_to_pb(snapshot), leader=leader, patience_s=_COLLECT_S
+        )
+        reply = await self._client.collect(node, request)
+        return SavePart(unpack(reply.values), decode_sums(reply.sums)) if reply.is_complete else None
 
     async def describe(self, node: NodeName, job: JobName, txid: TxId) -> Description:
         """Returns what the node stores of a snapshot."""
@@ -81,7 +101,30 @@ class Nodes:
             reply.settings_json.encode(),
             reply.created_ns,
             reply.committed,
+            reply.values,
         )
+
+
+class Desks:
+    """Implements `runtime.stopping.StopCalls`."""
+
+    def __init__(self, here: NodeName, client: PeerClient, stops: Stops) -> None:
+        self._here = here
+        self._client = client
+        self._stops = stops
+
+    async def stop_at(
+        self, node: NodeName, job: JobName, generation: int, token: str, action: str, step: int
+    ) -> Told:
+        """Acts at the desk of a node; returns what was told."""
+        if node == self._here:
+            await trio.lowlevel.checkpoint()
+            return self._stops.act(job, generation, token, action, step)
+        request = peer_pb2.StopAtRequest(
+            job=job, generation=generation, token=token, action=action, step=max(step, 0)
+        )
+        reply = await self._client.stop_at(node, request)
+        return Told(dict(reply.told), reply.for_all, reply.ended)
 
 
 class Leasing:
@@ -112,4 +155,6 @@ def _stage_request(order: StageOrder) -> peer_pb2.StageRequest:
         drop=order.drop,
         endpoints={str(node): address for node, address in order.endpoints.items()},
         created_ns=order.created_ns,
+        values=order.values,
+        is_save=order.is_save,
     )

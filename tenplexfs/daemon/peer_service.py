@@ -11,12 +11,15 @@ from tenplexfs._pb import peer_pb2
 from tenplexfs.core.snapshot import JobName, NodeName, TxId, check_job_name, check_node_name
 from tenplexfs.daemon.view import VERSION, Metrics
 from tenplexfs.errors import NotFoundError, TenplexError
+from tenplexfs.formats.values import pack
 from tenplexfs.rpc.messages import check_txid, head_of, snapshot_of, snapshot_to_pb
 from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.leases import LeaseTable
 from tenplexfs.runtime.member import Member
 from tenplexfs.runtime.orders import StageOrder
 from tenplexfs.runtime.protocols import ArraySource
+from tenplexfs.runtime.save_parts import encode_sums
+from tenplexfs.runtime.stopping import Stops
 
 __all__ = ["PeerService"]
 
@@ -38,6 +41,7 @@ class PeerService:
         metrics: Metrics,
         nursery: trio.Nursery,
         learn: Callable[[Mapping[NodeName, str]], None],
+        stops: Stops,
     ) -> None:
         self._member = member
         self._table = table
@@ -45,6 +49,7 @@ class PeerService:
         self._metrics = metrics
         self._nursery = nursery
         self._learn = learn
+        self._stops = stops
 
     def open_arrays(self, job: JobName, txid: TxId) -> AbstractContextManager[ArraySource]:
         """Gives the local arrays of a snapshot. For worker threads."""
@@ -100,7 +105,7 @@ class PeerService:
 
     async def drop(self, request: peer_pb2.DropRequest) -> peer_pb2.DropReply:
         """Drops a snapshot."""
-        await self._member.drop(check_job_name(request.job), check_txid(request.txid))
+        await self._member.drop(check_job_name(request.job), check_txid(request.txid), request.reason)
         return peer_pb2.DropReply()
 
     async def describe(self, request: peer_pb2.DescribeRequest) -> peer_pb2.DescribeReply:
@@ -113,7 +118,26 @@ class PeerService:
             settings_json=found.settings_json.decode(),
             created_ns=found.created_ns,
             committed=found.committed,
+            values=found.values,
         )
+
+    async def collect(self, request: peer_pb2.CollectRequest) -> peer_pb2.CollectReply:
+        """Returns what this node's ranks have saved of a step."""
+        saves = self._member.saves
+        if saves is None:
+            raise NotFoundError(f"node {self._member.node}: no training process can save here")
+        job, snapshot = check_job_name(request.job), snapshot_of(request.snapshot)
+        part = await saves.collect(job, snapshot, request.leader, min(request.patience_s, 8.0))
+        if part is None:
+            return peer_pb2.CollectReply()
+        return peer_pb2.CollectReply(is_complete=True, values=pack(part.values), sums=encode_sums(part.sums))
+
+    async def stop_at(self, request: peer_pb2.StopAtRequest) -> peer_pb2.StopAtReply:
+        """Acts at this node's desk."""
+        job = check_job_name(request.job)
+        told = self._stops.act(job, request.generation, request.token, request.action, request.step)
+        self._table.touch()
+        return peer_pb2.StopAtReply(told=told.steps, for_all=told.for_all, ended=told.ended)
 
     async def lease(self, request: peer_pb2.LeaseRequest) -> peer_pb2.LeaseReply:
         """Keeps the bytes of a snapshot for a while."""
@@ -140,4 +164,6 @@ def _order(request: peer_pb2.StageRequest) -> StageOrder:
         drop=tuple(request.drop),
         endpoints={check_node_name(node): address for node, address in request.endpoints.items()},
         created_ns=request.created_ns,
+        values=request.values,
+        is_save=request.is_save,
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import trio
 
 from tenplexfs._pb import control_pb2, local_pb2
 from tenplexfs.core.snapshot import Head, NodeName, TxId, check_job_name, check_node_name
+from tenplexfs.daemon.clients import Clients
 from tenplexfs.daemon.config import Config
 from tenplexfs.daemon.transactions import Transaction, Transactions
 from tenplexfs.daemon.view import VERSION, Metrics, View, progress_message
@@ -47,6 +47,7 @@ class Service:
         metrics: Metrics,
         new_txid: Callable[[], TxId],
         stop: Callable[[], None],
+        clients: Clients,
     ) -> None:
         self._config = config
         self._member = member
@@ -58,6 +59,7 @@ class Service:
         self._metrics = metrics
         self._new_txid = new_txid
         self._stop = stop
+        self._clients = clients
 
     # Control
 
@@ -89,7 +91,15 @@ class Service:
             request.expected_generation or None,
             request.request_id,
         )
-        work = partial(self._coordinator.reconfigure, change)
+
+        async def work(report: Report) -> Head:
+            return await self._clients.stopped(
+                job,
+                request.stop_timeout_s,
+                report,
+                lambda stop: self._coordinator.reconfigure(change, report, stop=stop),
+            )
+
         async for message in self._watch(
             self._transactions.start(job, request.request_id, self._counted(work))
         ):

@@ -21,7 +21,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Generic, TypeVar
 
-from tenplexfs.core.paths import escape_component, path_of_name
+from tenplexfs.core.paths import escape_component, path_of_name, unescape_component
 from tenplexfs.errors import CorruptError, InvalidError
 from tenplexfs.formats.leaves import (
     NOT_A_LEAF,
@@ -37,6 +37,7 @@ __all__ = [
     "Node",
     "flatten",
     "leaf_files",
+    "nested_document",
     "read_document",
     "tensor_paths",
     "unflatten",
@@ -230,6 +231,37 @@ def unflatten(document: bytes, tensor: Callable[[str], object], *, allow_pickle:
         return build(read_document(document))
     except (LookupError, TypeError, ValueError) as error:
         raise CorruptError(f"state: no such structure: {error!r}") from error
+
+
+def nested_document(paths: Sequence[str], names: Mapping[str, str]) -> bytes:
+    """Returns a structure of maps alone, as paths tell it, for tensors whose structure nobody recorded.
+
+    Args:
+        paths: Of all tensors.
+        names: Path -> what two paths have in common exactly when they are tied.
+    """
+    root: Node = ["d", "dict", []]
+    maps: dict[str, list[list[Any]]] = {"": root[2]}
+    first: dict[str, str] = {}
+    for path in sorted(paths):
+        *parents, last = path.split("/")
+        entries, at = maps[""], ""
+        for part in parents:
+            at = f"{at}/{part}"
+            if at not in maps:
+                maps[at] = []
+                entries.append([_unescaped(part), ["d", "dict", maps[at]]])
+            entries = maps[at]
+        head = first.setdefault(names[path], path)
+        entries.append([_unescaped(last), ["t", path] if head == path else ["t", path, head]])
+    return write_document(root)
+
+
+def _unescaped(component: str) -> str:
+    try:
+        return unescape_component(component)
+    except InvalidError:  # its text was too long for a path
+        return component
 
 
 def read_document(document: bytes) -> Node:

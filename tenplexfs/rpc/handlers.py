@@ -85,6 +85,14 @@ class PeerHandler(Protocol):
         """Returns what is here of a snapshot, committed or staged."""
         ...
 
+    async def collect(self, request: peer_pb2.CollectRequest) -> peer_pb2.CollectReply:
+        """Returns what the node's ranks have saved of a step, or, after some patience, that it is not all."""
+        ...
+
+    async def stop_at(self, request: peer_pb2.StopAtRequest) -> peer_pb2.StopAtReply:
+        """Holds answers to `should_stop`, publishes where to stop, or releases; returns what was told."""
+        ...
+
     async def lease(self, request: peer_pb2.LeaseRequest) -> peer_pb2.LeaseReply:
         """Keeps the bytes of a snapshot for ``ttl_s`` from now."""
         ...

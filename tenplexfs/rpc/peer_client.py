@@ -157,6 +157,16 @@ class PeerClient:
         reply: peer_pb2.DescribeReply = await self._call(node, "Peer/Describe", request)
         return reply
 
+    async def collect(self, node: NodeName, request: peer_pb2.CollectRequest) -> peer_pb2.CollectReply:
+        """Returns what the ranks of ``node`` have saved of a step, as far as it is complete."""
+        reply: peer_pb2.CollectReply = await self._call(node, "Peer/Collect", request)
+        return reply
+
+    async def stop_at(self, node: NodeName, request: peer_pb2.StopAtRequest) -> peer_pb2.StopAtReply:
+        """Agrees with ``node`` on where ranks stop."""
+        reply: peer_pb2.StopAtReply = await self._call(node, "Peer/StopAt", request)
+        return reply
+
     async def lease(self, node: NodeName, request: peer_pb2.LeaseRequest) -> peer_pb2.LeaseReply:
         """Keeps bytes on ``node``."""
         reply: peer_pb2.LeaseReply = await self._call(node, "Peer/Lease", request)

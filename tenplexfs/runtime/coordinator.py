@@ -30,15 +30,17 @@ from tenplexfs.formats.dataset_settings import begin_datasets, plain_settings, p
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.heads import HeadMover
 from tenplexfs.runtime.orders import Description, NodeCalls, Progress, Report, StageOrder
-from tenplexfs.runtime.planning import Resolved, Target, plan_summary, resolve
+from tenplexfs.runtime.planning import Resolved, Target, plan_summary, regroup_values, resolve
 from tenplexfs.runtime.protocols import Lock, Registry
 from tenplexfs.runtime.tasks import run_all
 
-__all__ = ["Change", "Coordinator", "State"]
+__all__ = ["Change", "Coordinator", "Saved", "State"]
 
 log = logging.getLogger(__name__)
 
 _DROP_S = 10.0
+_SAVE_S = 5.0  # how long a save, which is quick, may have the lock before others give up
+_SWITCH_S = 600.0  # how long a save waits for what else switches the job
 _GUEST_S = 2.0  # how long a node that holds nothing of the job keeps the answer waiting
 
 
@@ -72,6 +74,22 @@ class State:
     txid: TxId
     layout_json: bytes
     step: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A step that all ranks have saved.
+
+    Attributes:
+        wanted: The layout that they saved under.
+        values: What they hold beside tensors.
+    """
+
+    job: JobName
+    snapshot: SnapshotId
+    wanted: Resolved
+    settings_json: bytes
+    values: bytes
 
 
 @dataclass(frozen=True)
@@ -126,7 +144,10 @@ class Coordinator:
         async def body(lock: Lock, head: Head | None) -> Head:
             if head is not None:
                 known = await self.describe(job, head)
-                if head.layout_digest == wanted.digest and plain_settings(known.settings_json) == settings_json:
+                if (
+                    head.layout_digest == wanted.digest
+                    and plain_settings(known.settings_json) == settings_json
+                ):
                     return head
                 raise ExistsError(
                     f"job {job}: there already, at {head.snapshot}, with another layout or settings"
@@ -138,14 +159,31 @@ class Coordinator:
 
         return await self._heads.under_lock(job, f"{self._node}:{txid}", body)
 
-    async def reconfigure(self, change: Change, report: Report) -> Head:
+    async def reconfigure(
+        self, change: Change, report: Report, *, stop: Callable[[Head], Awaitable[None]] | None = None
+    ) -> Head:
         """Moves a job to another layout; returns the head, at once when the job is so already.
+
+        Args:
+            change: What is wanted.
+            report: Gets the progress.
+            stop: Stops the ranks of the job, when there is something to change.
 
         Raises:
             NotFoundError, InvalidError, ConflictError, NoRoomError, UnavailableError: Nothing changed.
         """
         report(Progress("planning"))
         job, txid = change.job, self._txid(change.job, change.request_id)
+        if stop is not None:
+            # Without the lock, for what they save on their way commits under it.
+            _, heads = await self._registry.heads()
+            now = _existing(job, heads.get(job))
+            found = await self._wanted(change, now, await self.describe(job, now))
+            if txid != now.snapshot.txid and found.digest != now.layout_digest:
+                check_expected(now, change.expected_generation)
+                self._check_known(found)
+                await stop(now)
+                report(Progress("planning"))
 
         async def body(lock: Lock, head: Head | None) -> Head:
             head = _existing(job, head)
@@ -163,11 +201,57 @@ class Coordinator:
             if source is not None:
                 summary = await self._compute(plan_summary, base.layout_json, wanted.layout_json, change.drop)
                 planned = replace(planned, plan={**summary, "dataset": datasets})
+            values = base.values
+            if values:
+                values = await self._compute(regroup_values, values, wanted.layout_json)
             return await self._switch(
-                lock, head, snapshot, wanted, source, change.drop, base.settings_json, planned, report
+                lock,
+                head,
+                snapshot,
+                wanted,
+                source,
+                change.drop,
+                base.settings_json,
+                planned,
+                report,
+                values=values,
             )
 
-        return await self._heads.under_lock(job, f"{self._node}:{txid}", body)
+        return await self._heads.under_lock(job, f"{self._node}:{txid}", body, patience_s=_SAVE_S)
+
+    async def commit_save(self, saved: Saved) -> Head:
+        """Commits a step that all ranks have saved; returns the head.
+
+        Raises:
+            ConflictError: The job is of another generation by now, or past that step.
+            TenplexError: A node lost its part. Nothing changed.
+        """
+        snapshot = saved.snapshot
+
+        async def body(lock: Lock, head: Head | None) -> Head:
+            head = _existing(saved.job, head)
+            if head.snapshot == snapshot:
+                return head
+            now = head.snapshot
+            is_past = now.step is not None and snapshot.step is not None and now.step >= snapshot.step
+            if now.generation != snapshot.generation or is_past or head.layout_digest != saved.wanted.digest:
+                raise ConflictError(f"job {saved.job}: is at {now} by now, {snapshot} comes too late")
+            return await self._switch(
+                lock,
+                head,
+                snapshot,
+                saved.wanted,
+                None,
+                (),
+                saved.settings_json,
+                Progress("staging"),
+                _mute,
+                values=saved.values,
+                is_save=True,
+            )
+
+        owner = f"{self._node}:{snapshot.txid}"
+        return await self._heads.under_lock(saved.job, owner, body, patience_s=_SWITCH_S)
 
     async def plan(self, change: Change, *, operations: bool) -> dict[str, object]:
         """Returns what `reconfigure` would move, as ``plan --json`` prints it; changes nothing."""
@@ -251,14 +335,21 @@ class Coordinator:
             source = None if head.snapshot.step is None else _Base(head.snapshot.txid, known.layout_json)
             planned = Progress("staging")
             return await self._switch(
-                lock, head, snapshot, wanted, source, (), settings_json, planned, report
+                lock,
+                head,
+                snapshot,
+                wanted,
+                source,
+                (),
+                settings_json,
+                planned,
+                report,
+                values=known.values,
             )
 
         return await self._heads.under_lock(job, f"{self._node}:{txid}", body)
 
-    async def _begun(
-        self, base: Description, head: Head, step: int | None, wanted: Resolved
-    ) -> Description:
+    async def _begun(self, base: Description, head: Head, step: int | None, wanted: Resolved) -> Description:
         """Returns ``base`` with its datasets begun anew, for a generation from ``step`` on."""
         began = await self._compute(
             begin_datasets, base.settings_json, head.snapshot.step, step, wanted.layout_json
@@ -307,6 +398,9 @@ class Coordinator:
         settings_json: bytes,
         planned: Progress,
         report: Report,
+        *,
+        values: bytes = b"",
+        is_save: bool = False,
     ) -> Head:
         job = lock.job
         order = StageOrder(
@@ -320,20 +414,23 @@ class Coordinator:
             drop=drop,
             endpoints=self._endpoints(),
             created_ns=self._clock_ns(),
+            values=values,
+            is_save=is_save,
         )
         new = Head(snapshot, wanted.digest, wanted.nodes)
         try:
             staged = await self._stage(order, wanted.nodes, planned, report)
-        except BaseException:
+        except BaseException as error:
+            why = error.message if isinstance(error, TenplexError) else ""
             with trio.move_on_after(_DROP_S, shield=True):
-                await self._drop(job, snapshot.txid, wanted.nodes)
+                await self._drop(job, snapshot.txid, wanted.nodes, why)
             raise
         report(replace(staged, phase="committing"))
         try:
             await self._heads.commit(lock, head, new)
-        except ConflictError:
+        except ConflictError as error:
             with trio.move_on_after(_DROP_S, shield=True):
-                await self._drop(job, snapshot.txid, wanted.nodes)
+                await self._drop(job, snapshot.txid, wanted.nodes, error.message)
             raise
         # From here on the switch is a fact, whoever goes away.
         with trio.CancelScope(shield=True):
@@ -386,10 +483,10 @@ class Coordinator:
         await run_all(partial(tell, node) for node in sorted({*members, *self._endpoints()}))
         return sorted(late)
 
-    async def _drop(self, job: JobName, txid: TxId, nodes: tuple[NodeName, ...]) -> None:
+    async def _drop(self, job: JobName, txid: TxId, nodes: tuple[NodeName, ...], reason: str = "") -> None:
         async def drop(node: NodeName) -> None:
             try:
-                await self._calls.drop(node, job, txid)
+                await self._calls.drop(node, job, txid, reason)
             except TenplexError as error:  # it settles with the head by itself
                 log.warning("job %s: node %s has not dropped %s: %s", job, node, txid, error)
 

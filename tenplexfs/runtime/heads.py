@@ -21,6 +21,7 @@ Answer = TypeVar("Answer")
 
 _LOCK_TTL_S = 15.0
 _RETRY_S = 1.0
+_LOCK_RETRY_S = 0.05
 _UNLOCK_S = 10.0
 
 
@@ -36,11 +37,23 @@ class HeadMover:
         self._lock_ttl_s = lock_ttl_s
 
     async def under_lock(
-        self, job: JobName, owner: str, body: Callable[[Lock, Head | None], Awaitable[Answer]]
+        self,
+        job: JobName,
+        owner: str,
+        body: Callable[[Lock, Head | None], Awaitable[Answer]],
+        *,
+        patience_s: float = 0.0,
     ) -> Answer:
-        """Runs ``body`` with the lock of ``job`` and its head as of then; a lost lock cancels it."""
+        """Runs ``body`` with the lock of ``job`` and its head as of then; a lost lock cancels it.
+
+        Args:
+            job: Name of the job.
+            owner: Names who has the lock.
+            body: Gets the lock and the head.
+            patience_s: How long to try while somebody else has the lock.
+        """
         try:
-            lock = await self._registry.lock(job, owner, ttl_s=self._lock_ttl_s)
+            lock = await self._take(job, owner, patience_s)
         except UnavailableError as error:
             raise UnavailableError(f"job {job}: the registry is away, nothing switches: {error}") from error
         failures: list[TenplexError] = []
@@ -72,6 +85,16 @@ class HeadMover:
         if answers:
             return answers[0]
         raise failures[0]
+
+    async def _take(self, job: JobName, owner: str, patience_s: float) -> Lock:
+        end_s = trio.current_time() + patience_s
+        while True:
+            try:
+                return await self._registry.lock(job, owner, ttl_s=self._lock_ttl_s)
+            except ConflictError:
+                if trio.current_time() >= end_s:
+                    raise
+            await trio.sleep(_LOCK_RETRY_S)
 
     async def _unlock(self, lock: Lock) -> None:
         try:

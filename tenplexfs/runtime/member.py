@@ -25,6 +25,7 @@ from tenplexfs.runtime.orders import Description, StageOrder
 from tenplexfs.runtime.past import GRACE_S, Held, Past, Shown, keep_steps, step_name
 from tenplexfs.runtime.planning import Expanded, StagePart, expand, stage_part
 from tenplexfs.runtime.protocols import ArraySource, PeerReader
+from tenplexfs.runtime.saving import Saves
 from tenplexfs.runtime.snapshot import LocalArrays, NoArrays, Snapshot, rank_nodes
 from tenplexfs.runtime.staging import Base, ScatterFactory, Staging
 from tenplexfs.storage.store import Store, StoredSnapshot
@@ -44,7 +45,12 @@ class Member:
         read_timeout_s: How long a read waits for another node.
         retain_s: How long a replaced snapshot is kept for others that do not say they are done with it.
         grace_s: How long it is kept at least, for walks that are under way.
+
+    Attributes:
+        saves: Of this node; set once they are made, where training processes save.
     """
+
+    saves: Saves | None = None
 
     def __init__(
         self,
@@ -92,6 +98,26 @@ class Member:
         """Returns whether a next snapshot of ``job`` is being made here."""
         return any(other == job for other, _ in self._staging.values())
 
+    def view(self, job: JobName, *, step: int | None = None, txid: TxId | None = None) -> Snapshot:
+        """Returns a snapshot that is here: the newest one, that of a kept step, or the one of a txid.
+
+        Raises:
+            NotFoundError: There is no such job, step or snapshot (any more).
+        """
+        shown = self._shown.get(job)
+        if shown is None:
+            raise NotFoundError(f"job {job}: no such job")
+        for view in self.views(job):
+            if step in (None, view.id.step) and txid in (None, view.id.txid):
+                return view
+        what = f"step {step}" if step is not None else f"snapshot {txid}"
+        raise NotFoundError(f"job {job}: {what} is not here; the job is at {shown.head.snapshot}")
+
+    def views(self, job: JobName) -> list[Snapshot]:
+        """Returns the snapshots of ``job`` that are here, the newest first."""
+        shown = self._shown.get(job)
+        return [] if shown is None else [each.view for each in (shown, *self._past.shown_of(job))]
+
     def past(self) -> list[Held]:
         """Returns the snapshots that are the newest no more, and still here."""
         return list(self._past.held())
@@ -112,7 +138,12 @@ class Member:
         if stored is None:
             raise NotFoundError(f"node {self.node}: stores no snapshot {txid or ''} of job {job}")
         return Description(
-            stored.id, stored.layout_json, stored.settings_json, stored.created_ns, stored.committed
+            stored.id,
+            stored.layout_json,
+            stored.settings_json,
+            stored.created_ns,
+            stored.committed,
+            stored.values,
         )
 
     @contextmanager
@@ -165,8 +196,12 @@ class Member:
         stored = self._stored(order.job)
         for txid, old in stored.items():
             # The lock is the coordinator's, so a stage that is neither its base nor its own was abandoned.
-            if not old.committed and txid not in (order.base_txid, order.snapshot.txid):
+            abandoned = not old.committed and txid not in (order.base_txid, order.snapshot.txid)
+            if abandoned and not self._is_promised(order.job, txid):
                 await trio.to_thread.run_sync(self.store.drop, order.job, txid)
+        if order.is_save and self.saves is not None:
+            await self.saves.stage(order)
+            return
         if order.snapshot.txid in stored:
             return
         part: StagePart | None = None
@@ -185,6 +220,7 @@ class Member:
             order.new_layout_json,
             order.created_ns,
             settings_json=order.settings_json,
+            values=order.values,
         )
         try:
             if part is not None and order.base_txid is not None:
@@ -206,8 +242,13 @@ class Member:
         with self.store.arrays(stored) as arrays:
             yield Base(job, txid, arrays, stored.arrays)
 
-    async def drop(self, job: JobName, txid: TxId) -> None:
+    async def drop(self, job: JobName, txid: TxId, reason: str = "") -> None:
         """Lets go of a snapshot that is staged, or no longer the head; what is not here is gone already.
+
+        Args:
+            job: Name of the job.
+            txid: Of the snapshot.
+            reason: For those who wait for it.
 
         Raises:
             PreconditionError: The job shows it.
@@ -216,6 +257,8 @@ class Member:
         if shown is not None and shown.head.snapshot.txid == txid:
             raise PreconditionError(f"node {self.node}: job {job}: {txid} is what it shows")
         self._expanded.pop(txid, None)
+        if self.saves is not None:
+            await self.saves.drop(job, txid, reason)
         if txid in self._staging:
             self._staging[txid][1].cancel()
         elif txid in self._past:
@@ -243,6 +286,8 @@ class Member:
             mine = stored[found.show] if found.show is not None else None
             known = self.describe(job, mine.id.txid) if mine is not None else await describe(job, head)
             expanded = self._expanded.get(head.snapshot.txid)
+            if before is not None and before.head.layout_digest == head.layout_digest:  # a save
+                expanded = Expanded(before.view.ptc, head.layout_digest, before.survives_node_losses)
             if expanded is None:
                 expanded = await self._compute(expand, known.layout_json)
             if expanded.digest != head.layout_digest:
@@ -257,8 +302,15 @@ class Member:
                 self._expanded.pop(head.snapshot.txid, None)
                 await self._keep(job)
                 for txid in found.drop:
-                    if txid not in self._past and txid not in self._staging:
+                    if (
+                        txid not in self._past
+                        and txid not in self._staging
+                        and not self._is_promised(job, txid)
+                    ):
                         await trio.to_thread.run_sync(self.store.drop, job, txid)
+
+    def _is_promised(self, job: JobName, txid: TxId) -> bool:
+        return self.saves is not None and self.saves.is_promised(job, txid)
 
     async def _publish(
         self, job: JobName, head: Head, known: Description, expanded: Expanded, stored: StoredSnapshot | None
@@ -275,11 +327,11 @@ class Member:
             await self._past.add(job, before, released=False)
             # Before the coordinator hears that this node has switched, and lets the others drop the old one.
             await self._handles.settle()
+        if self.saves is not None:
+            self.saves.settle(job, head)
         log.info("job %s: shows %s", job, head.snapshot)
 
-    async def _datasets_of(
-        self, settings_json: bytes, ptc: PTC, step: int | None
-    ) -> tuple[DatasetView, ...]:
+    async def _datasets_of(self, settings_json: bytes, ptc: PTC, step: int | None) -> tuple[DatasetView, ...]:
         if self.datasets is None:
             return ()
         return await self.datasets.views(settings_json, ptc.layout, step)
@@ -314,6 +366,7 @@ class Member:
             arrays=arrays,
             fetcher=fetcher,
             datasets=datasets,
+            values=known.values,
         )
 
     async def _keep(self, job: JobName) -> None:
@@ -359,6 +412,8 @@ class Member:
         async with self._lock(job):
             with trio.CancelScope(shield=True):
                 shown = self._shown.pop(job, None)
+                if self.saves is not None:
+                    self.saves.settle(job, None)
                 if shown is not None:
                     await self._tree.retract_and_invalidate(job)
                     await self._past.add(job, shown, released=True)

@@ -21,6 +21,8 @@ class StageOrder:
         drop: Patterns of tensors of the base that the new layout may lack.
         endpoints: Where the other nodes listen.
         created_ns: Time of the new snapshot's files, the same on all nodes.
+        values: What the new ranks hold beside tensors, as `formats.values` packs it.
+        is_save: The bytes are what this node's ranks have saved.
     """
 
     job: JobName
@@ -33,6 +35,8 @@ class StageOrder:
     drop: tuple[str, ...]
     endpoints: Mapping[NodeName, str]
     created_ns: int
+    values: bytes = b""
+    is_save: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class Description:
     settings_json: bytes
     created_ns: int
     committed: bool
+    values: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +91,8 @@ class NodeCalls(Protocol):
         """Returns once fresh opens on the node see ``head``."""
         ...
 
-    async def drop(self, node: NodeName, job: JobName, txid: TxId) -> None:
-        """Drops a snapshot that is staged or no longer the head."""
+    async def drop(self, node: NodeName, job: JobName, txid: TxId, reason: str = "") -> None:
+        """Drops a snapshot that is staged or no longer the head; ``reason`` is for who waits for it."""
         ...
 
     async def describe(self, node: NodeName, job: JobName, txid: TxId) -> Description:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import trio
 
@@ -115,6 +116,10 @@ class Past:
                 self._leases.count(txid),
             )
 
+    def shown_of(self, job: JobName) -> list[Shown]:
+        """Returns the snapshots of ``job``, the newest first."""
+        return [retired.shown for retired in reversed(self._retired.values()) if retired.job == job]
+
     async def add(self, job: JobName, shown: Shown, *, released: bool) -> None:
         """Takes over what the mount showed until now, or, at the start, a step that is kept."""
         handles = self._handles(shown)
@@ -151,7 +156,9 @@ class Past:
             for slot in _slots(shown):
                 self._tree.free(slot)
             shown.view.arrays.release()
-            await trio.to_thread.run_sync(self._store.drop, retired.job, txid)
+            now = self._shown.get(retired.job)
+            recycle = now is not None and now.head.snapshot.generation == shown.head.snapshot.generation
+            await trio.to_thread.run_sync(partial(self._store.drop, retired.job, txid, recycle=recycle))
 
     async def _name(self, retired: _Retired) -> None:
         """Lists a kept step in the root, and takes the name from one that is not kept."""

@@ -23,6 +23,7 @@ from tenplexfs.core.snapshot import NodeName
 from tenplexfs.core.transfers import list_transfers
 from tenplexfs.errors import InvalidError
 from tenplexfs.formats.layout_json import layout_digest, layout_text, parse_layout
+from tenplexfs.formats.values import pack, regroup, unpack
 
 __all__ = [
     "Expanded",
@@ -31,8 +32,10 @@ __all__ = [
     "StagePart",
     "Target",
     "expand",
+    "layout_of_only_rank",
     "match_import",
     "plan_summary",
+    "regroup_values",
     "resolve",
     "stage_part",
 ]
@@ -184,6 +187,22 @@ def plan_summary(
     """Returns what ``plan --json`` prints."""
     made = plan(_built(old_json), _built(new_json), drop=drop)
     return {**made.summary(), **({"transfers": list(list_transfers(made))} if operations else {})}
+
+
+def layout_of_only_rank(tensors: TensorTable, node: NodeName) -> bytes:
+    """Returns the layout of a job of one rank, which holds all of every tensor."""
+    whole = {
+        path: (tuple(shape), {0: whole_shard(tuple(shape), dtype)})
+        for path, (shape, dtype) in tensors.items()
+    }
+    layout = explicit_layout(Mesh((("dp", 1),)), whole)
+    return layout_text(replace(layout, nodes=((node, (0,)),)))
+
+
+def regroup_values(values: bytes, layout_json: bytes) -> bytes:
+    """Returns what the ranks of a new layout hold beside tensors, given what the old ones held."""
+    ptc = _built(layout_json)
+    return pack(regroup(unpack(values), [ptc.rank_paths(rank) for rank in ptc.ranks()]))
 
 
 def stage_part(old_json: bytes, new_json: bytes, drop: Sequence[str], node: NodeName) -> StagePart:

@@ -129,8 +129,9 @@ class Snapshot:
         paths = self.ptc.rank_paths(rank)
         if self._structures is None:
             self._structures = unpack(self.values).documents
-        found = self._structures.get(rank)
-        return nested_document(paths, {p: self.ptc.tensors[p].path for p in paths}) if found is None else found
+        if (found := self._structures.get(rank)) is not None:
+            return found
+        return nested_document(paths, {path: self.ptc.tensors[path].path for path in paths})
 
     def leaves(self, rank: int) -> Mapping[str, bytes]:
         """Returns the files of leaves that are no tensors: path -> JSON; one object for equal ranks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -95,22 +95,26 @@ class SaveIngest(Ingest):
             path.chmod(0o400 if ref.file.startswith(OBJECTS) else 0o600)
         return self._sums(ref, piece_boxes(shard))
 
-    def join(self, first: Key, others: Sequence[Key]) -> None:
-        """Keeps the array of ``first`` for ``others`` too, whose own are given back.
+    def join(self, groups: Iterable[Sequence[Key]]) -> None:
+        """Keeps the array of the first key of each group for the others too, whose own are given back.
 
         Raises:
             InvalidError: They differ in shape or type.
         """
         with self._lock:
-            slot = self._slots[first]
-            for key in others:
-                old = self._slots[key].ref
-                if (old.shape, old.dtype) != (slot.ref.shape, slot.ref.dtype):
-                    raise InvalidError(f"rank {key[0]}, {key[1]}: is {old.shape}, rank {first[0]}'s not")
-                self._slots[key] = slot
-
-    def drop_unused(self) -> None:
-        """Gives back the files that hold no array any more."""
+            keys_of: dict[int, list[Key]] = {}
+            for key, slot in self._slots.items():
+                keys_of.setdefault(id(slot), []).append(key)
+            for first, *others in groups:
+                slot = self._slots[first]
+                for key in others:
+                    old = self._slots[key]
+                    if (old.ref.shape, old.ref.dtype) != (slot.ref.shape, slot.ref.dtype):
+                        raise InvalidError(
+                            f"rank {key[0]}, {key[1]}: {old.ref.shape}, rank {first[0]} has {slot.ref.shape}"
+                        )
+                    if old is not slot:
+                        self._slots.update(dict.fromkeys(keys_of[id(old)], slot))
         used = {slot.ref.file for slot in self._slots.values()}
         for name in self._held - used:
             self._forget(name)

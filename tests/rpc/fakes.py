@@ -86,6 +86,12 @@ class Peer:
     async def describe(self, request):
         return peer_pb2.DescribeReply(layout_json="{}", created_ns=7)
 
+    async def collect(self, request):
+        return peer_pb2.CollectReply(is_complete=True, values=request.leader.encode())
+
+    async def stop_at(self, request):
+        return peer_pb2.StopAtReply(told={0: request.step})
+
     async def lease(self, request):
         return peer_pb2.LeaseReply(lease_id=request.lease_id or "new")
 

@@ -317,7 +317,7 @@ class Calls:
     async def switch(self, node: NodeName, job: JobName, head: Head | None) -> None:
         await self._node(node, "switch").table.switch(job, head)
 
-    async def drop(self, node: NodeName, job: JobName, txid: TxId) -> None:
+    async def drop(self, node: NodeName, job: JobName, txid: TxId, reason: str = "") -> None:
         await self._node(node, "drop").member.drop(job, txid)
 
     async def describe(self, node: NodeName, job: JobName, txid: TxId) -> Description:

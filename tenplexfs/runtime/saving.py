@@ -1,0 +1,485 @@
+"""A node's part of saves: what its ranks write, checked, joined, and held until the step commits.
+
+Belongs to the trio thread. A save lives as long as the connections of its ranks: when one ends before the
+node promised its part to the coordinator, the step is dropped here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import trio
+
+from tenplexfs.core.ptc import PTC
+from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId, parse_snapshot
+from tenplexfs.errors import (
+    ConflictError,
+    InvalidError,
+    NotFoundError,
+    PreconditionError,
+    TenplexError,
+)
+from tenplexfs.formats.values import Values
+from tenplexfs.runtime.orders import StageOrder
+from tenplexfs.runtime.save_parts import Sums, check_tensors, join_replicas, key_of
+from tenplexfs.runtime.tasks import run_all
+from tenplexfs.storage.store import Key, SaveIngest, Store, Wanted
+
+__all__ = ["Attempt", "Base", "RankSave", "SavePart", "SaveRequest", "Saves"]
+
+log = logging.getLogger(__name__)
+
+_WRITER_TRIES_S = (0.0, 0.01, 0.05, 0.2)
+_SUM_TASKS = 2
+
+
+@dataclass(frozen=True)
+class Base:
+    """What a job is when a save begins.
+
+    Attributes:
+        ptc: Of its layout.
+    """
+
+    head: Head
+    ptc: PTC
+    layout_json: bytes
+    settings_json: bytes
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """What a rank is about to save.
+
+    Attributes:
+        snapshot: What it was loaded from, or None.
+        process: Names the process, for good.
+        run: What the ranks of one run have in common.
+        tensors: Path, dtype and local shape of each.
+        ties: Path -> path of the one with the same storage.
+        document: The structure and all values.
+    """
+
+    job: JobName
+    rank: int
+    step: int
+    snapshot: str | None
+    process: str
+    run: str
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]]
+    ties: Mapping[str, str]
+    document: bytes
+    consumed: int | None
+
+
+@dataclass(frozen=True)
+class SavePart:
+    """What the coordinator wants to know of a node's part.
+
+    Attributes:
+        values: Of the node's ranks, packed.
+        sums: Of its arrays, to be compared with other nodes'.
+    """
+
+    values: Values
+    sums: Sums
+
+
+@dataclass
+class RankSave:
+    """What one rank saves.
+
+    Attributes:
+        keys: Of each tensor, or None where it is tied with another.
+        files, data: Indices of the tensors that are written into files, and that come as bytes.
+    """
+
+    attempt: Attempt
+    request: SaveRequest
+    keys: list[Key | None]
+    files: list[int] = field(default_factory=list)
+    data: list[int] = field(default_factory=list)
+    received: set[int] = field(default_factory=set)
+    sums: dict[Key, tuple[int, ...]] = field(default_factory=dict)
+    is_sealed: bool = False
+
+
+class Attempt:
+    """One step that is being saved, on this node.
+
+    Attributes:
+        leader: The process of rank 0 that the coordinator speaks for, once it asked.
+        part: Once all ranks of this node are sealed.
+        is_promised: The manifest has it as staged; only the coordinator may drop it.
+        committed: The head, once it is.
+        failure: Why it will not be.
+    """
+
+    def __init__(self, base: Base, snapshot: SnapshotId, run: str, ingest: SaveIngest, job: JobName) -> None:
+        self.job = job
+        self.base = base
+        self.snapshot = snapshot
+        self.run = run
+        self.ingest = ingest
+        self.ranks: dict[int, RankSave] = {}
+        self.lock = trio.Lock()
+        self.leader: str | None = None
+        self.part: SavePart | None = None
+        self.is_promised = False
+        self.committed: Head | None = None
+        self.failure: TenplexError | None = None
+        self.changed = trio.Event()
+
+    def touch(self) -> None:
+        """Lets those who wait look again."""
+        self.changed.set()
+        self.changed = trio.Event()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is committed or failed."""
+        return self.committed is not None or self.failure is not None
+
+    def check(self) -> None:
+        """Raises what it failed of."""
+        if self.failure is not None:
+            raise type(self.failure)(self.failure.message, **self.failure.details)
+
+
+class Saves:
+    """All saves of this node.
+
+    Args:
+        base: Returns what a job is now, or None.
+        lead: Commits an attempt whose rank 0 is here, once this node's ranks are sealed; runs in ``nursery``.
+    """
+
+    def __init__(
+        self,
+        *,
+        node: NodeName,
+        store: Store,
+        base: Callable[[JobName], Base | None],
+        lead: Callable[[Attempt], Awaitable[Head]],
+        nursery: trio.Nursery,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        self._node = node
+        self._store = store
+        self._base = base
+        self._lead = lead
+        self._nursery = nursery
+        self._clock_ns = clock_ns
+        self._attempts: dict[tuple[JobName, int], Attempt] = {}
+
+    # What training processes do.
+
+    async def begin(self, request: SaveRequest) -> RankSave:
+        """Takes room for a rank's tensors.
+
+        Raises:
+            InvalidError: They do not fit the layout; every one that does not is named.
+            PreconditionError, ConflictError: The job is not what the rank thinks.
+            NoRoomError: The store is full; the whole step is given up.
+        """
+        base = self._base(request.job)
+        if base is None:
+            raise NotFoundError(f"job {request.job}: no such job; `tenplexfs job create` makes it")
+        self._check_base(base, request)
+        check_tensors(base.ptc, request)
+        attempt = self._attempt(base, request)
+        rank = RankSave(attempt, request, [key_of(base.ptc, request, path) for path, _, _ in request.tensors])
+        attempt.ranks[request.rank] = rank
+        wanted: dict[Key, list[Key]] = {}
+        for own, (path, _, _) in zip(rank.keys, request.tensors, strict=True):
+            first = own if own is not None else (request.rank, request.ties[path])
+            wanted.setdefault(first, []).append((request.rank, path))
+        kinds = {path: (shape, dtype) for path, dtype, shape in request.tensors}
+        rooms = [Wanted(tuple(keys), *kinds[key[1]]) for key, keys in wanted.items()]
+        try:
+            async with attempt.lock:
+                attempt.check()
+                await trio.to_thread.run_sync(partial(attempt.ingest.reserve, rooms, recycle=True))
+        except TenplexError as error:
+            await self.fail(attempt, error)
+            raise
+        for i, key in enumerate(rank.keys):
+            if key is not None:
+                (rank.files if attempt.ingest.in_file(key) else rank.data).append(i)
+        return rank
+
+    def _check_base(self, base: Base, request: SaveRequest) -> None:
+        head, job = base.head.snapshot, request.job
+        if not 0 <= request.rank < base.ptc.world_size:
+            raise InvalidError(f"job {job}: no rank {request.rank}: it has {base.ptc.world_size}")
+        node = base.ptc.node_of(request.rank)
+        if node != self._node:
+            raise PreconditionError(
+                f"job {job}: rank {request.rank} is on node {node}, this is {self._node}; save there"
+            )
+        if request.snapshot is None and head.step is not None:
+            raise PreconditionError(
+                f"job {job}: is at {head}; say what this run was loaded from: load first, or snapshot="
+            )
+        if request.snapshot is not None:
+            loaded = parse_snapshot(request.snapshot)
+            if loaded.generation != head.generation:
+                raise ConflictError(
+                    f"job {job}: this run was loaded from generation {loaded.generation}, "
+                    f"the job is at {head.generation}; end, and load again"
+                )
+        if head.step is not None and request.step <= head.step:
+            raise PreconditionError(f"job {job}: step {request.step}: is at step {head.step} already")
+
+    def _attempt(self, base: Base, request: SaveRequest) -> Attempt:
+        where = request.job, request.step
+        found = self._attempts.get(where)
+        snapshot = base.head.snapshot
+        txid = self.txid(request.job, snapshot.generation, request.step, request.run)
+        if found is not None and not found.is_over:
+            if found.snapshot.txid == txid and request.rank not in found.ranks:
+                return found
+            if found.is_promised:
+                raise ConflictError(f"job {request.job}: step {request.step} is being committed")
+            self._fail_now(found, ConflictError(f"job {request.job}: step {request.step} was begun again"))
+        new = SnapshotId(snapshot.generation, request.step, txid)
+        ingest = self._store.save_ingest(
+            request.job, new, base.layout_json, self._clock_ns(), settings_json=base.settings_json
+        )
+        made = self._attempts[where] = Attempt(base, new, request.run, ingest, request.job)
+        return made
+
+    @staticmethod
+    def txid(job: JobName, generation: int, step: int, run: str) -> TxId:
+        """Returns the transaction of a save, the same on all nodes."""
+        name = f"save\0{job}\0{generation}\0{step}\0{run}"
+        return TxId(hashlib.blake2b(name.encode(), digest_size=8).hexdigest())
+
+    def receive_all(self, rank: RankSave, items: Sequence[tuple[int, bytes]]) -> None:
+        """Takes small tensors. May be called in a worker thread.
+
+        Raises:
+            InvalidError: One is not of the size that it should be.
+        """
+        rank.attempt.check()
+        known = set(rank.data)
+        for index, data in items:
+            key = rank.keys[index] if index in known else None
+            if key is None:
+                raise InvalidError(f"save: tensor {index} does not come as bytes")
+            array = rank.attempt.ingest.array(key)
+            if len(data) != array.nbytes:
+                raise InvalidError(f"save: {key[1]}: {len(data)} bytes, need {array.nbytes}")
+            rank.attempt.ingest.pwrite(key, 0, data)
+            rank.received.add(index)
+
+    async def seal(self, rank: RankSave) -> None:
+        """Takes a rank's part as it is now; returns when nothing of it can change any more.
+
+        Raises:
+            InvalidError: Something has not been written.
+        """
+        attempt = rank.attempt
+        attempt.check()
+        missing = [rank.request.tensors[i][0] for i in rank.data if i not in rank.received]
+        if missing:
+            raise InvalidError(f"save: {len(missing)} tensors never came: {', '.join(missing[:5])}")
+        try:
+            await self._settle(attempt, [key for i in rank.files if (key := rank.keys[i]) is not None])
+            keys = [key for key in rank.keys if key is not None]
+            parts = [keys[i::_SUM_TASKS] for i in range(_SUM_TASKS)]
+            await run_all([partial(self._sum, rank, part) for part in parts])
+        except TenplexError as error:
+            await self.fail(attempt, error)
+            raise
+        attempt.check()
+        rank.is_sealed = True
+        await self._finish(attempt)
+
+    async def _settle(self, attempt: Attempt, keys: list[Key]) -> None:
+        for pause_s in _WRITER_TRIES_S:
+            await trio.sleep(pause_s)
+            keys = await trio.to_thread.run_sync(attempt.ingest.settle, keys)
+            if not keys:
+                return
+        # Somebody was forked in the middle of it, or does not close: what is there now is copied away.
+        log.warning(
+            "job %s: %d files of %s have other writers; copying", attempt.job, len(keys), attempt.snapshot
+        )
+        for key in keys:
+            await trio.to_thread.run_sync(attempt.ingest.copy_out, key)
+
+    async def _sum(self, rank: RankSave, keys: Sequence[Key]) -> None:
+        ptc, ingest = rank.attempt.base.ptc, rank.attempt.ingest
+
+        def run() -> dict[Key, tuple[int, ...]]:
+            return {key: ingest.finish(key, ptc.shard(*key)) for key in keys}
+
+        rank.sums.update(await trio.to_thread.run_sync(run))
+
+    async def _finish(self, attempt: Attempt) -> None:
+        here = attempt.base.ptc.nodes.get(self._node, ())
+        if attempt.part is not None or not all(
+            rank in attempt.ranks and attempt.ranks[rank].is_sealed for rank in here
+        ):
+            return
+        sums = {key: sums for rank in attempt.ranks.values() for key, sums in rank.sums.items()}
+        try:
+            async with attempt.lock:
+                known = await trio.to_thread.run_sync(join_replicas, attempt.base.ptc, attempt.ingest, sums)
+        except TenplexError as error:
+            await self.fail(attempt, error)
+            raise
+        values = Values(
+            {rank: save.request.document for rank, save in attempt.ranks.items()},
+            next(
+                (s.request.consumed for s in attempt.ranks.values() if s.request.consumed is not None), None
+            ),
+        )
+        attempt.part = SavePart(values, known)
+        attempt.touch()
+        if 0 in here:
+            attempt.leader = attempt.ranks[0].request.process
+            self._nursery.start_soon(self._lead_on, attempt)
+
+    async def _lead_on(self, attempt: Attempt) -> None:
+        try:
+            await self._lead(attempt)
+        except TenplexError as error:
+            await self.fail(attempt, error)
+
+    async def wait(self, attempt: Attempt, patience_s: float) -> Head | None:
+        """Returns the head that a save became, or None after ``patience_s``.
+
+        Raises:
+            TenplexError: It failed.
+        """
+        with trio.move_on_after(patience_s):
+            while not attempt.is_over:
+                await attempt.changed.wait()
+        attempt.check()
+        return attempt.committed
+
+    async def leave(self, rank: RankSave) -> None:
+        """The connection of a rank ended; before its node has promised its part, the step ends with it."""
+        attempt = rank.attempt
+        if attempt.is_over or attempt.is_promised or attempt.ranks.get(rank.request.rank) is not rank:
+            return
+        await self.fail(
+            attempt,
+            ConflictError(
+                f"job {attempt.job}: step {attempt.snapshot.step}: "
+                f"the process of rank {rank.request.rank} ended in its save"
+            ),
+        )
+
+    async def fail(self, attempt: Attempt, error: TenplexError) -> None:
+        """Gives a step up."""
+        self._fail_now(attempt, error)
+        await self._drop(attempt)
+
+    async def _drop(self, attempt: Attempt) -> None:
+        async with attempt.lock:
+            await trio.to_thread.run_sync(attempt.ingest.drop)
+
+    def _fail_now(self, attempt: Attempt, error: TenplexError) -> None:
+        if attempt.is_over:
+            return
+        log.warning("job %s: %s is given up: %s", attempt.job, attempt.snapshot, error)
+        attempt.failure = error
+        attempt.touch()
+        self._nursery.start_soon(self._drop, attempt)
+
+    # What coordinators do.
+
+    async def collect(
+        self, job: JobName, snapshot: SnapshotId, leader: str, patience_s: float
+    ) -> SavePart | None:
+        """Returns this node's part of a save, or None when it is not there within ``patience_s``.
+
+        Raises:
+            TenplexError: It failed here.
+        """
+        with trio.move_on_after(patience_s):
+            while True:
+                attempt = self._attempts.get((job, snapshot.step or 0))
+                if (
+                    attempt is None
+                    or attempt.snapshot != snapshot
+                    or (attempt.failure is not None and attempt.leader not in (None, leader))
+                ):
+                    await trio.sleep(0.02)
+                    continue
+                if attempt.leader not in (None, leader) and not attempt.is_over:
+                    # Another process is rank 0 by now: what was saved beside the old one is not its step.
+                    await self.fail(attempt, ConflictError(f"job {job}: rank 0 began {snapshot} again"))
+                    continue
+                attempt.leader = leader
+                attempt.check()
+                if attempt.part is not None:
+                    return attempt.part
+                await attempt.changed.wait()
+        return None
+
+    async def stage(self, order: StageOrder) -> None:
+        """Promises this node's part: from here on only the coordinator drops it.
+
+        Raises:
+            NotFoundError: There is none, or not complete.
+        """
+        attempt = self._attempts.get((order.job, order.snapshot.step or 0))
+        if attempt is None or attempt.snapshot != order.snapshot or attempt.part is None:
+            raise NotFoundError(f"node {self._node}: job {order.job}: no complete save of {order.snapshot}")
+        attempt.check()
+        if attempt.is_promised:
+            return
+        attempt.is_promised = True
+        ptc, known = attempt.base.ptc, {}
+        shards = {}
+        for rank in attempt.ranks.values():
+            for key, sums in rank.sums.items():
+                known[key], shards[key] = sums, ptc.shard(*key)
+        attempt.ingest.set_values(order.values)
+        try:
+            await trio.to_thread.run_sync(partial(attempt.ingest.seal, shards, sums=known))
+        except TenplexError as error:
+            attempt.is_promised = False
+            await self.fail(attempt, error)
+            raise
+
+    def is_promised(self, job: JobName, txid: TxId) -> bool:
+        """Returns whether a staged snapshot is a save that its coordinator still works on."""
+        return any(
+            each.is_promised and not each.is_over and each.job == job and each.snapshot.txid == txid
+            for each in self._attempts.values()
+        )
+
+    async def drop(self, job: JobName, txid: TxId, reason: str) -> None:
+        """The coordinator gives a save up."""
+        for attempt in list(self._attempts.values()):
+            if attempt.job == job and attempt.snapshot.txid == txid and not attempt.is_over:
+                why = reason or "its coordinator gave it up"
+                await self.fail(attempt, ConflictError(f"job {job}: {attempt.snapshot}: {why}"))
+
+    def settle(self, job: JobName, head: Head | None) -> None:
+        """The job shows ``head`` from now on, or is gone."""
+        for where, attempt in list(self._attempts.items()):
+            if attempt.job != job:
+                continue
+            now = head.snapshot if head is not None else None
+            if now == attempt.snapshot:
+                attempt.committed = head
+                attempt.touch()
+            elif (
+                now is None
+                or now.generation != attempt.snapshot.generation
+                or (now.step is not None and now.step >= (attempt.snapshot.step or 0))
+            ):
+                attempt.is_promised = False
+                self._fail_now(attempt, ConflictError(f"job {job}: is at {now}, past {attempt.snapshot}"))
+            if attempt.is_over:
+                self._attempts.pop(where, None)

@@ -1,0 +1,259 @@
+"""Making all ranks of a job stop at one step: the desks of this node, and the one who asks all nodes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import select
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Protocol
+
+import trio
+
+from tenplexfs.core.snapshot import Head, JobName, NodeName
+from tenplexfs.core.stopping import Agreement, Desk, Told, agree
+from tenplexfs.errors import ConflictError, TenplexError
+from tenplexfs.runtime.tasks import run_all
+
+__all__ = ["StopCalls", "Stopper", "Stops"]
+
+log = logging.getLogger(__name__)
+
+_HOLD_S = 60.0  # a coordinator that died does not hold ranks for longer
+_TRY_S = 1.0  # how long to wait for ranks that are not known, before answers go on for a moment
+_PAUSE_S = 0.5
+_POLL_S = 0.05
+_RETRY_S = 0.5
+
+
+class Stops:
+    """The desks of this node, one for each generation of a job. Belongs to the trio thread."""
+
+    def __init__(self) -> None:
+        self.changed = trio.Event()
+        self._desks: dict[tuple[JobName, int], Desk] = {}
+        self._held_since_s: dict[tuple[JobName, int], float] = {}
+        self._processes: dict[tuple[JobName, int], dict[int, _Process]] = {}
+
+    def ask(
+        self,
+        job: JobName,
+        generation: int,
+        now: int,
+        rank: int,
+        process: str,
+        step: int,
+        *,
+        for_all: bool,
+        pid: int,
+    ) -> bool | None:
+        """Returns whether a rank that was loaded from ``generation`` stops, or None while that is held.
+
+        Args:
+            job: Name of the job.
+            generation: Of the rank.
+            now: Of the job.
+            rank: Who asks.
+            process: Its process.
+            step: The one it asks about.
+            for_all: It asks for all ranks.
+            pid: Of its process, 0 where that cannot be seen from here.
+        """
+        where = job, generation
+        if generation < now:
+            desk = self._desks.get(where)
+            stop_at = desk.stop_at if desk is not None else None
+            return stop_at is None or step >= stop_at
+        for old in [each for each in self._desks if each[0] == job and each[1] < now - 1]:
+            del self._desks[old]
+            for gone in self._processes.pop(old, {}).values():
+                gone.close()
+        known = self._processes.setdefault(where, {})
+        if rank not in known or known[rank].name != process:
+            if rank in known:
+                known[rank].close()
+            known[rank] = _Process(process, pid)
+        desk = self._desk(where)
+        if desk.is_held and trio.current_time() - self._held_since_s[where] > _HOLD_S:
+            log.warning("job %s: whoever wanted it to stop is gone; it goes on", job)
+            desk.clear()
+        return desk.ask(rank, process, step, for_all=for_all)
+
+    def stop_at(self, job: JobName, generation: int) -> int | None:
+        """Returns the step at which the job is to stop."""
+        desk = self._desks.get((job, generation))
+        return None if desk is None else desk.stop_at
+
+    def act(self, job: JobName, generation: int, token: str, action: str, step: int) -> Told:
+        """Does what a coordinator asks: "hold", "publish", "release" or "clear"; returns what was told."""
+        where = job, generation
+        desk = self._desk(where)
+        told = Told({})
+        if action == "hold":
+            told = desk.hold(token)
+            ended = any(each.has_ended() for each in self._processes.get(where, {}).values())
+            told = Told(told.steps, told.for_all, ended)
+            self._held_since_s[where] = trio.current_time()
+        elif action == "publish":
+            desk.publish(token, step)
+        elif action == "release":
+            desk.release(token)
+        else:
+            desk.clear()
+        self.changed.set()
+        self.changed = trio.Event()
+        return told
+
+    def _desk(self, where: tuple[JobName, int]) -> Desk:
+        return self._desks.setdefault(where, Desk())
+
+
+class _Process:
+    """A process that asks, and whether it still lives; a number that is used again does not deceive it."""
+
+    def __init__(self, name: str, pid: int) -> None:
+        self.name = name
+        try:
+            self._fd = os.pidfd_open(pid) if pid else -1
+        except OSError:
+            self._fd = -1
+
+    def has_ended(self) -> bool:
+        """Returns whether it has; False where nobody can tell."""
+        return self._fd >= 0 and bool(select.select([self._fd], [], [], 0)[0])
+
+    def close(self) -> None:
+        """Forgets it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class StopCalls(Protocol):
+    """Asks the desk of a node, this one or another."""
+
+    async def stop_at(
+        self, node: NodeName, job: JobName, generation: int, token: str, action: str, step: int
+    ) -> Told:
+        """Does ``action`` there; returns what was told."""
+        ...
+
+
+class Stopper:
+    """Stops the ranks of a job before it is reconfigured.
+
+    Args:
+        base: Returns the head that this node shows of a job, and how many ranks it has.
+        changed: Returns what is set when something about a job changes.
+    """
+
+    def __init__(
+        self,
+        calls: StopCalls,
+        base: Callable[[JobName], tuple[Head, int] | None],
+        changed: Callable[[], trio.Event],
+    ) -> None:
+        self._calls = calls
+        self._base = base
+        self._changed = changed
+
+    async def stop(self, job: JobName, timeout_s: float, say: Callable[[str], None]) -> int | None:
+        """Returns the step of the newest save once all ranks were stopped and have saved, or after a while.
+
+        Where no rank asks `should_stop`, it returns at once.
+
+        Args:
+            job: Name of the job.
+            timeout_s: How long to wait; then the newest complete step is what there is.
+            say: Gets what is waited for.
+        """
+        found = self._base(job)
+        if found is None or timeout_s <= 0:
+            return None
+        head, ranks = found
+        generation, nodes = head.snapshot.generation, head.nodes
+        with trio.move_on_after(timeout_s):
+            step = await self._agree(job, generation, nodes, ranks)
+            if step is None:
+                return None
+            say(f"the ranks stop at step {step}")
+            while True:
+                changed = self._changed()
+                now = self._base(job)
+                if now is None or now[0].snapshot.generation != generation:
+                    return None
+                if now[0].snapshot.step is not None and now[0].snapshot.step >= step:
+                    return now[0].snapshot.step
+                await changed.wait()
+        log.warning("job %s: not stopped and saved within %s s", job, timeout_s)
+        return None
+
+    async def clear(self, job: JobName, generation: int, nodes: tuple[NodeName, ...]) -> None:
+        """Ends a stop after which nothing changed, so that new processes run."""
+        await self._each(nodes, partial(self._quietly, job, generation, "", "clear", 0))
+
+    async def _agree(
+        self, job: JobName, generation: int, nodes: tuple[NodeName, ...], ranks: int
+    ) -> int | None:
+        token = secrets.token_hex(8)
+        step: int | Agreement = Agreement.NOT_ALL_KNOWN
+        try:
+            while step is Agreement.NOT_ALL_KNOWN:
+                with trio.move_on_after(_TRY_S):
+                    while step is Agreement.NOT_ALL_KNOWN:
+                        step = agree((await self._hold(job, generation, token, nodes)).values(), ranks)
+                        if step is Agreement.NOT_ALL_KNOWN:
+                            await trio.sleep(_POLL_S)
+                if step is Agreement.NOT_ALL_KNOWN:
+                    await self._each(nodes, partial(self._quietly, job, generation, token, "release", 0))
+                    await trio.sleep(_PAUSE_S)
+        except BaseException:
+            with trio.move_on_after(_TRY_S, shield=True):
+                await self._each(nodes, partial(self._quietly, job, generation, token, "release", 0))
+            raise
+        if isinstance(step, Agreement):
+            await self._each(nodes, partial(self._quietly, job, generation, token, "release", 0))
+            return None
+        with trio.CancelScope(shield=True):  # all or nobody
+            await self._each(nodes, partial(self._publish, job, generation, token, step))
+        return step
+
+    async def _hold(
+        self, job: JobName, generation: int, token: str, nodes: tuple[NodeName, ...]
+    ) -> Mapping[NodeName, Told]:
+        told: dict[NodeName, Told] = {}
+
+        async def hold(node: NodeName) -> None:
+            told[node] = await self._calls.stop_at(node, job, generation, token, "hold", 0)
+
+        await self._each(nodes, hold)
+        return told
+
+    async def _publish(self, job: JobName, generation: int, token: str, step: int, node: NodeName) -> None:
+        end_s = trio.current_time() + _HOLD_S / 2
+        while True:
+            try:
+                await self._calls.stop_at(node, job, generation, token, "publish", step)
+            except ConflictError:
+                # It was restarted, and holds nothing: its ranks, known to be stopped by now, are told so.
+                await self._quietly(job, generation, token, "hold", 0, node)
+            except TenplexError as error:
+                log.warning("job %s: node %s does not hear of the stop: %s", job, node, error)
+            else:
+                return
+            if trio.current_time() > end_s:
+                return
+            await trio.sleep(_RETRY_S)
+
+    async def _quietly(
+        self, job: JobName, generation: int, token: str, action: str, step: int, node: NodeName
+    ) -> None:
+        try:
+            await self._calls.stop_at(node, job, generation, token, action, step)
+        except TenplexError as error:
+            log.warning("job %s: node %s: %s of its stop: %s", job, node, action, error)
+
+    async def _each(self, nodes: tuple[NodeName, ...], call: Callable[[NodeName], object]) -> None:
+        await run_all([partial(call, node) for node in nodes])  # type: ignore[misc]

@@ -1,0 +1,178 @@
+"""A rank's arrays on their way to a training process: files of the store as they are, small ones as bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import trio
+
+from tenplexfs.errors import CorruptError, NotFoundError, TenplexError
+from tenplexfs.formats import npy
+from tenplexfs.formats.frames import ALIGNMENT, MAX_FDS
+from tenplexfs.runtime.protocols import ArraySource
+from tenplexfs.runtime.snapshot import Snapshot
+from tenplexfs.storage.arrays import SnapshotArrays
+from tenplexfs.storage.sums import as_bytes
+
+__all__ = ["Load"]
+
+_FILE_BYTES = 1 << 20
+_DATA_BYTES = 32 << 20
+_PIECE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file that holds an array: of the store, or made of what another node has.
+
+    Attributes:
+        path: Of a tensor in it.
+        is_here: It is in the store.
+        size: Bytes of it that are wanted.
+    """
+
+    path: str
+    is_here: bool
+    size: int
+
+
+class Load:
+    """What one rank holds of one snapshot; pins it until `close`."""
+
+    def __init__(
+        self,
+        view: Snapshot,
+        rank: int,
+        open_arrays: Callable[[], AbstractContextManager[ArraySource]],
+    ) -> None:
+        self.view = view
+        self._rank = rank
+        self._pin: AbstractContextManager[ArraySource] | None = None
+        self._arrays: SnapshotArrays | None = None
+        self.tensors: list[list[Any]] = []
+        self._files: list[_File] = []
+        self._small: list[tuple[str, int]] = []
+        try:
+            pin = open_arrays()
+            arrays = pin.__enter__()
+        except NotFoundError:
+            pass
+        else:
+            self._pin = pin
+            self._arrays = arrays if isinstance(arrays, SnapshotArrays) else None
+        self._list()
+
+    @property
+    def files_count(self) -> int:
+        """How many files there are."""
+        return len(self._files)
+
+    def _list(self) -> None:
+        stored = self._arrays.stored.arrays if self._arrays is not None else {}
+        numbers: dict[str, int] = {}
+        for path in self.view.ptc.rank_paths(self._rank):
+            dtype = self.view.ptc.tensors[path].dtype
+            shape = self.view.ptc.shard(self._rank, path).local_shape
+            header = npy.header_size(shape, dtype)
+            size = npy.file_size(shape, dtype) - header
+            ref = stored.get((self._rank, path))
+            row: list[Any] = [path, dtype, list(shape), None, size]
+            if size < _FILE_BYTES:
+                self._small.append((path, size))
+            elif ref is None:
+                row[3:] = [len(self._files), header]
+                self._files.append(_File(path, False, header + size))
+            else:
+                begin = ref.offset + ref.header_bytes
+                if ref.file not in numbers:
+                    numbers[ref.file] = len(self._files)
+                    self._files.append(_File(path, True, begin + size))
+                row[3:] = [numbers[ref.file], begin]
+            self.tensors.append(row)
+
+    async def files(self, first: int) -> tuple[list[int], list[int]]:
+        """Returns the sizes and descriptors of some files from ``first`` on.
+
+        Raises:
+            TenplexError: One is on another node, and cannot be had.
+        """
+        fds: list[int] = []
+        wanted = self._files[first : first + MAX_FDS]
+        try:
+            for each in wanted:
+                fds.append(self._open(each.path) if each.is_here else await self._fetch(each))
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        return [each.size for each in wanted], fds
+
+    async def data(self, first: int) -> tuple[bytes, int]:
+        """Returns the bytes of some small tensors from the one of number ``first`` on, and how many."""
+        parts: list[bytes | memoryview] = []
+        size = count = 0
+        for path, nbytes in self._small[first:]:
+            if count and size + nbytes > _DATA_BYTES:
+                break
+            array = self._arrays.array(self._rank, path) if self._arrays is not None else None
+            part = await self._remote(path, nbytes) if array is None else as_bytes(array)
+            parts += [part, bytes(-nbytes % ALIGNMENT)]
+            size += nbytes + -nbytes % ALIGNMENT
+            count += 1
+        return b"".join(parts), count
+
+    def close(self) -> None:
+        """Lets go of the snapshot; what was handed out stays."""
+        pin, self._pin, self._arrays = self._pin, None, None
+        if pin is not None:
+            pin.__exit__(None, None, None)
+
+    def _open(self, path: str) -> int:
+        found = self._arrays.open(self._rank, path) if self._arrays is not None else None
+        if found is None:
+            raise NotFoundError(f"{path} of rank {self._rank}: is not here any more")
+        return found[0]
+
+    async def _fetch(self, each: _File) -> int:
+        """Returns a descriptor of a file in memory with what another node has, or a replica here."""
+        fd = os.memfd_create("tenplexfs-load", os.MFD_CLOEXEC)
+        try:
+            content = self.view.open_shard(self._rank, each.path)
+            try:
+                offset = 0
+                while offset < content.size:
+                    data = content.read(offset, _PIECE_BYTES)
+                    if data is None:
+                        data = await content.read_wait(offset, _PIECE_BYTES)
+                    if not data:
+                        raise CorruptError(f"{each.path}: ends at byte {offset} of {content.size}")
+                    await trio.to_thread.run_sync(_write, fd, data, offset)
+                    offset += len(data)
+            finally:
+                content.close()
+            return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            os.close(fd)
+
+    async def _remote(self, path: str, nbytes: int) -> bytes:
+        content = self.view.open_shard(self._rank, path)
+        try:
+            begin = content.size - nbytes
+            data = content.read(begin, nbytes) if nbytes else b""
+            if data is None:
+                data = await content.read_wait(begin, nbytes)
+        finally:
+            content.close()
+        if len(data) != nbytes:
+            raise TenplexError(f"{path} of rank {self._rank}: {len(data)} bytes of {nbytes}")
+        return bytes(data)
+
+
+def _write(fd: int, data: bytes | memoryview, offset: int) -> None:
+    view, done = memoryview(data), 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done:], offset + done)

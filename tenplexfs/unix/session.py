@@ -1,0 +1,263 @@
+"""What training processes ask: saves, loads, whether to stop, what the job is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import trio
+
+from tenplexfs.core.snapshot import Head, JobName, NodeName, check_job_name, parse_snapshot
+from tenplexfs.errors import InvalidError, NotFoundError
+from tenplexfs.runtime.jobs import JobTable
+from tenplexfs.runtime.member import Member
+from tenplexfs.runtime.saving import Attempt, RankSave, SaveRequest, Saves
+from tenplexfs.runtime.stopping import Stops
+from tenplexfs.unix.loads import Load
+from tenplexfs.unix.requests import field, optional, save_request
+from tenplexfs.unix.server import Answer
+
+__all__ = ["ClientSession", "Parts"]
+
+Message = Mapping[str, Any]
+
+_WAIT_S = 5.0  # of one answer; the client asks again
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What sessions use of the daemon.
+
+    Attributes:
+        state: Returns the state of a job, as ``status.json`` says it.
+        create: Makes a job for a save of its only rank.
+    """
+
+    node: NodeName
+    version: str
+    member: Member
+    table: JobTable
+    saves: Saves
+    stops: Stops
+    state: Callable[[JobName], str]
+    create: Callable[[SaveRequest], Awaitable[None]]
+
+
+class ClientSession:
+    """One connection of a training process. Implements `unix.server.Session`."""
+
+    def __init__(self, parts: Parts, pid: int) -> None:
+        self._parts = parts
+        self._pid = pid
+        self._saves: dict[int, RankSave] = {}
+        self._attempt: Attempt | None = None
+        self._load: Load | None = None
+        self._ops: Mapping[str, Callable[[Message], Awaitable[Answer]]] = {
+            "hello": self._hello,
+            "save.begin": self._save_begin,
+            "save.files": self._save_files,
+            "save.data": self._save_data,
+            "save.seal": self._save_seal,
+            "save.wait": self._save_wait,
+            "save.abort": self._save_abort,
+            "save.outcome": self._save_outcome,
+            "load": self._load_begin,
+            "load.files": self._load_files,
+            "load.data": self._load_data,
+            "should_stop": self._should_stop,
+            "env": self._env,
+            "wait": self._wait,
+        }
+
+    async def handle(self, op: str, message: Message) -> Answer:
+        """Returns the answer to a request."""
+        handler = self._ops.get(op)
+        if handler is None:
+            raise InvalidError(f"op {op!r}: unknown to tenplexfs {self._parts.version}")
+        return await handler(message)
+
+    async def close(self) -> None:
+        """Drops what was begun and not finished."""
+        if self._load is not None:
+            self._load.close()
+        for rank in self._saves.values():
+            await self._parts.saves.leave(rank)
+
+    async def _hello(self, message: Message) -> Answer:
+        await trio.lowlevel.checkpoint()
+        return {"node": self._parts.node, "tenplexfs": self._parts.version, "pid": os.getpid()}, ()
+
+    # Saves
+
+    async def _save_begin(self, message: Message) -> Answer:
+        request = save_request(message)
+        if request.job not in self._parts.member.shown() and request.rank == 0 and message.get("world") == 1:
+            await self._parts.create(request)
+        rank = await self._parts.saves.begin(request)
+        name = len(self._saves) + 1
+        self._saves[name] = rank
+        base = rank.attempt.base.head.snapshot.text
+        return {"save": name, "base": base, "files": rank.files, "data": rank.data}, ()
+
+    def _rank(self, message: Message) -> RankSave:
+        found = self._saves.get(field(message, "save", int))
+        if found is None:
+            raise InvalidError(f"{message.get('op')}: no save {message['save']} on this connection")
+        found.attempt.check()
+        return found
+
+    async def _save_files(self, message: Message) -> Answer:
+        rank = self._rank(message)
+        first, count = field(message, "first", int), field(message, "count", int)
+        keys = [rank.keys[i] for i in rank.files[first : first + min(count, 64)]]
+        ingest = rank.attempt.ingest
+        handed = await trio.to_thread.run_sync(lambda: [ingest.hand_out(key) for key in keys if key])
+        return {"files": [[each.offset, each.recycled] for each in handed]}, [each.fd for each in handed]
+
+    async def _save_data(self, message: Message) -> Answer:
+        rank = self._rank(message)
+        items = field(message, "items", list)
+        for item in items:
+            match item:
+                case [int(), bytes()]:
+                    continue
+            raise InvalidError("save.data: need pairs of a number and bytes")
+        await trio.to_thread.run_sync(partial(self._parts.saves.receive_all, rank, items))
+        return {}, ()
+
+    async def _save_seal(self, message: Message) -> Answer:
+        rank = self._rank(message)
+        await self._parts.saves.seal(rank)
+        self._attempt = rank.attempt
+        return {}, ()
+
+    async def _save_wait(self, message: Message) -> Answer:
+        if self._attempt is None:
+            raise InvalidError("save.wait: nothing was sealed on this connection")
+        head = await self._parts.saves.wait(self._attempt, _WAIT_S)
+        return {"snapshot": None if head is None else head.snapshot.text}, ()
+
+    async def _save_abort(self, message: Message) -> Answer:
+        await self._parts.saves.leave(self._rank(message))
+        return {}, ()
+
+    async def _save_outcome(self, message: Message) -> Answer:
+        """Says whether a save of this run was committed before the daemon was restarted."""
+        job, step = self._job(message), field(message, "step", int)
+        run = field(message, "run", str)
+        await trio.lowlevel.checkpoint()
+        for view in self._parts.member.views(job):
+            if view.id.step == step and view.id.txid == self._parts.saves.txid(
+                job, view.id.generation, step, run
+            ):
+                return {"snapshot": view.id.text}, ()
+        return {"snapshot": None}, ()
+
+    # Loads
+
+    async def _load_begin(self, message: Message) -> Answer:
+        job, rank = self._job(message), field(message, "rank", int)
+        step, wanted = optional(message, "step", int), optional(message, "snapshot", str)
+        member = self._parts.member
+        txid = None if wanted is None else parse_snapshot(wanted).txid
+        view = member.view(job, step=step, txid=txid)
+        if view.id.step is None:
+            raise NotFoundError(f"job {job}: has no state yet; save or import first")
+        if rank >= view.ptc.world_size:
+            raise NotFoundError(f"job {job}: no rank {rank}: it has {view.ptc.world_size}")
+        if self._load is not None:
+            self._load.close()
+        made = partial(Load, view, rank, partial(member.open_arrays, job, view.id.txid))
+        load = self._load = await trio.to_thread.run_sync(made)
+        return {
+            "snapshot": view.id.text,
+            "document": view.structure(rank),
+            "tensors": load.tensors,
+            "files": load.files_count,
+        }, ()
+
+    def _loading(self) -> Load:
+        if self._load is None:
+            raise InvalidError("load: nothing was begun on this connection")
+        return self._load
+
+    async def _load_files(self, message: Message) -> Answer:
+        sizes, fds = await self._loading().files(field(message, "first", int))
+        return {"sizes": sizes}, fds
+
+    async def _load_data(self, message: Message) -> Answer:
+        data, count = await self._loading().data(field(message, "first", int))
+        return {"data": data, "count": count}, ()
+
+    # The job
+
+    async def _should_stop(self, message: Message) -> Answer:
+        job = self._job(message)
+        head = self._head(job)
+        loaded = optional(message, "snapshot", str)
+        now = head.snapshot.generation
+        generation = now if loaded is None else parse_snapshot(loaded).generation
+        rank, process = field(message, "rank", int), field(message, "process", str)
+        step, for_all = field(message, "step", int), field(message, "for_all", bool)
+        stops = self._parts.stops
+        with trio.move_on_after(_WAIT_S):
+            while True:
+                changed = stops.changed
+                answer = stops.ask(job, generation, now, rank, process, step, for_all=for_all, pid=self._pid)
+                if answer is not None:
+                    return {"stop": answer}, ()
+                await changed.wait()
+        return {"stop": None}, ()
+
+    async def _env(self, message: Message) -> Answer:
+        await trio.lowlevel.checkpoint()
+        return self._describe(self._job(message)), ()
+
+    async def _wait(self, message: Message) -> Answer:
+        job, state = self._job(message), field(message, "state", str)
+        generation, step = optional(message, "generation", int), optional(message, "step", int)
+        left_s = message.get("left_s")
+        if state not in ("empty", "ready", "reconfiguring", "undecided", "failed"):
+            raise InvalidError(f"wait: state {state!r}: there is no such state")
+        with trio.move_on_after(_WAIT_S if left_s is None else min(float(left_s), _WAIT_S)):
+            while True:
+                changed = self._parts.table.changed
+                now = self._describe(job) if job in self._parts.member.shown() else None
+                if (
+                    now is not None
+                    and now["state"] == state
+                    and now["generation"] >= (generation or 0)
+                    and (step is None or (now["step"] is not None and now["step"] >= step))
+                ):
+                    return {"job": now}, ()
+                await changed.wait()
+        return {"job": None}, ()
+
+    def _describe(self, job: JobName) -> dict[str, Any]:
+        head = self._head(job)
+        view = self._parts.member.shown()[job].view
+        return {
+            "job": job,
+            "node": self._parts.node,
+            "state": self._parts.state(job),
+            "generation": head.snapshot.generation,
+            "step": head.snapshot.step,
+            "snapshot": head.snapshot.text,
+            "mesh": dict(view.ptc.layout.mesh.axes),
+            "world_size": view.ptc.world_size,
+            "nodes": {node: list(ranks) for node, ranks in view.ptc.nodes.items()},
+            "ranks": list(view.ptc.nodes.get(self._parts.node, ())),
+            "stop": self._parts.stops.stop_at(job, head.snapshot.generation),
+        }
+
+    def _head(self, job: JobName) -> Head:
+        shown = self._parts.member.shown().get(job)
+        if shown is None:
+            raise NotFoundError(f"job {job}: no such job")
+        return shown.head
+
+    def _job(self, message: Message) -> JobName:
+        return check_job_name(field(message, "job", str))
