@@ -13,7 +13,8 @@ from tenplexfs.core.planner import plan
 from tenplexfs.errors import InvalidError
 from tenplexfs.formats.layout_json import parse_layout
 
-from .layouts import text, transitions
+from .carrying import carry_out, lower_bound
+from .layouts import held, text, transitions
 
 
 def gpt(tp, pp, dp, nodes, layers=8, **more):
@@ -103,3 +104,40 @@ def test_no_room_to_keep_together_is_refused_with_the_numbers():
         InvalidError, match=r"2 groups of 2 ranks to keep together \(tp\), the nodes have room for 1"
     ):
         place(old, gpt(2, 2, 1, {"a": 3, "b": 1}, keep_together=["tp"]))
+
+
+@settings(max_examples=40)
+@given(transitions())
+def test_where_ranks_are_placed_a_plan_moves_what_the_nodes_lack(documents):
+    old = build_ptc(parse_layout(text(documents[0])))
+    fresh = parse_layout(text(documents[1]))
+    half = -(-fresh.mesh.size // 2)
+    placed = place(old, replace(fresh, nodes=(), devices=(("b", half), ("d", 1), ("a", half))))
+    assert sorted(rank for _, ranks in placed.nodes for rank in ranks) == list(range(fresh.mesh.size))
+    assert all(len(ranks) <= {"b": half, "d": 1, "a": half}[node] for node, ranks in placed.nodes)
+    made = plan(old, build_ptc(placed))
+    held_before, wanted = (
+        [held(d, r) for r in p.ranks()] for d, p in zip(documents, (old, made.new), strict=True)
+    )
+    found, wire_bytes = carry_out(made, held_before)
+    assert wire_bytes == lower_bound(made, held_before, wanted)
+    assert made.totals["moved"] == sum(wire_bytes.values())
+    for rank, paths in enumerate(wanted):
+        for path, array in paths.items():
+            assert np.array_equal(found[rank][path], array)
+
+
+def test_explicit_ranks_are_placed_where_their_pieces_are():
+    def rows(*firsts):
+        return [
+            {"w": {"tensor": [2], "dtype": "float32", "pieces": [{"start": [k], "stop": [k + 2], "at": [0]}]}}
+            for k in firsts
+        ]
+
+    common = {"format": "tenplexfs-layout", "version": 1, "global": {"w": [8]}}
+    old = {**common, "ranks": rows(0, 2, 4, 6), "nodes": {"a": [0, 2], "b": [1, 3]}}
+    new = {**common, "ranks": rows(6, 4, 2, 0), "nodes": {"a": 2, "b": 2}}
+    before = build_ptc(parse_layout(json.dumps(old)))
+    placed = place(before, parse_layout(json.dumps(new)))
+    assert dict(placed.nodes) == {"a": (1, 3), "b": (0, 2)}
+    assert moved(before, placed) == 0
