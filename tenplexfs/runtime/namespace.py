@@ -198,7 +198,8 @@ class Namespace:
         Cost: The tree is built in a worker thread; the switch itself is one assignment and one notification.
         """
         slot = next(self._slots)
-        tree = await trio.to_thread.run_sync(SnapshotTree, slot, view, ptc, limiter=self._limiter)
+        like = self._roots.get(job)
+        tree = await trio.to_thread.run_sync(SnapshotTree, slot, view, ptc, like, limiter=self._limiter)
         self._install(job, tree)
         await self._invalidate(job)
         return slot

@@ -15,11 +15,14 @@ NODE_LIMIT = 1 << 20
 
 
 class PathTree:
-    """Tensor paths as directories and ``.npy`` files; nodes by breadth, so that children lie side by side.
+    """Paths as directories and files; nodes by breadth, so that children lie side by side.
+
+    Tensors are ``.npy`` files, other leaves ``.json`` files.
 
     Attributes:
         names: Of each node, UTF-8; node 0 is the root, children are in the order of their names.
-        paths: The tensor path of each file, None for directories.
+        paths: The tensor path of each file, None for directories and other leaves.
+        leaves: The path of each node that is another leaf.
         first, count: The children of a node are ``first[n]`` up to ``first[n] + count[n]``.
         subdirs: How many of them are directories.
 
@@ -30,23 +33,26 @@ class PathTree:
     3
     """
 
-    __slots__ = ("count", "first", "names", "paths", "subdirs")
+    __slots__ = ("count", "first", "leaves", "names", "paths", "subdirs")
 
-    def __init__(self, paths: Sequence[str]) -> None:
+    def __init__(self, paths: Sequence[str], leaves: Sequence[str] = ()) -> None:
         self.names: list[bytes] = [b""]
         self.paths: list[str | None] = [None]
         self.first = array("l", [0])
         self.count = array("l", [0])
         self.subdirs = array("l", [0])
-        queue = deque([(0, _nested(paths))])
+        self.leaves: dict[int, str] = {}
+        queue = deque([(0, _nested(paths, leaves))])
         while queue:
             node, children = queue.popleft()
             self.first[node] = len(self.names)
             self.count[node] = len(children)
             for name, child in sorted((name.encode(), child) for name, child in children.items()):
-                if not isinstance(child, str):
+                if isinstance(child, _Directory):
                     self.subdirs[node] += 1
                     queue.append((len(self.names), child.children))
+                elif isinstance(child, _Leaf):
+                    self.leaves[len(self.names)] = child.path
                 self.names.append(name)
                 self.paths.append(child if isinstance(child, str) else None)
                 self.first.append(0)
@@ -64,25 +70,36 @@ class PathTree:
 
 
 class _Directory:
-    """Children by name while a `PathTree` is built: a tensor path, or a directory."""
+    """Children by name while a `PathTree` is built: a tensor path, another leaf, or a directory."""
 
     __slots__ = ("children",)
 
     def __init__(self) -> None:
-        self.children: dict[str, str | _Directory] = {}
+        self.children: dict[str, str | _Leaf | _Directory] = {}
 
 
-def _nested(paths: Sequence[str]) -> dict[str, str | _Directory]:
+class _Leaf:
+    """A leaf that is no tensor."""
+
+    __slots__ = ("path",)
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+
+def _nested(paths: Sequence[str], leaves: Sequence[str]) -> dict[str, str | _Leaf | _Directory]:
     root = _Directory()
-    for path in paths:
+    files: list[tuple[str, str, str | _Leaf]] = [(path, ".npy", path) for path in paths]
+    files += [(path, ".json", _Leaf(path)) for path in leaves]
+    for path, suffix, file in files:
         directory = root
         *parents, last = path.split("/")
         for part in parents:
             child = directory.children.setdefault(part, _Directory())
-            if isinstance(child, str):
-                raise InvalidError(f"tensor {path!r}: {part!r} is the file of tensor {child!r} already")
+            if not isinstance(child, _Directory):
+                raise InvalidError(f"tensor {path!r}: {part!r} is a file already")
             directory = child
-        if last + ".npy" in directory.children:
+        if last + suffix in directory.children:
             raise InvalidError(f"tensor {path!r}: its file is a directory, or another tensor, already")
-        directory.children[last + ".npy"] = path
+        directory.children[last + suffix] = file
     return root.children

@@ -28,6 +28,9 @@ from tenplexfs.runtime.tree import Tree
 __all__ = ["LocalArrays", "NoArrays", "Snapshot", "job_document", "rank_nodes"]
 
 
+_NO_LEAVES: Mapping[str, bytes] = MappingProxyType({})
+
+
 class LocalArrays(Protocol):
     """The arrays of one snapshot that this node stores. Thread-safe."""
 
@@ -136,7 +139,7 @@ class Snapshot:
     def leaves(self, rank: int) -> Mapping[str, bytes]:
         """Returns the files of leaves that are no tensors: path -> JSON; one object for equal ranks."""
         if not self.values:
-            return {}
+            return _NO_LEAVES
         document = self.structure(rank)
         found = self._leaves.get(id(document))
         if found is None:

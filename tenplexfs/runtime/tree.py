@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from tenplexfs.core.region import Region
@@ -30,6 +31,8 @@ _SECTION_SHIFT = 37
 _RANK_SHIFT = 20
 _NODE_MASK = (1 << _RANK_SHIFT) - 1
 _RANK_MASK = (1 << (_SECTION_SHIFT - _RANK_SHIFT)) - 1
+
+_NO_LEAVES: Mapping[str, bytes] = MappingProxyType({})
 
 RANK_LIMIT = _RANK_MASK + 1
 
@@ -115,6 +118,15 @@ class HasParts(Protocol):
         ...
 
 
+@runtime_checkable
+class HasLeaves(Protocol):
+    """A view that has leaves that are no tensors."""
+
+    def leaves(self, rank: int) -> Mapping[str, bytes]:
+        """Returns path -> bytes of the files of a rank; the same object for ranks that have the same."""
+        ...
+
+
 class SnapshotTree:
     """Everything below ``<job>`` for one snapshot. Built in any thread, then read by one.
 
@@ -123,9 +135,12 @@ class SnapshotTree:
         view: Documents and open files of the snapshot.
         ptc: What each rank holds; None while the job has no state, and then only ``job.json`` and
             ``layout.json`` are shown.
+        like: A tree whose names are used again where they are the same.
     """
 
-    def __init__(self, slot: int, view: SnapshotView, ptc: PTC | None) -> None:
+    def __init__(
+        self, slot: int, view: SnapshotView, ptc: PTC | None, like: SnapshotTree | None = None
+    ) -> None:
         self.slot = slot
         self.root = slot << SLOT_SHIFT
         self._view = view
@@ -134,6 +149,7 @@ class SnapshotTree:
         self._full_base = self.root | _FULL << _SECTION_SHIFT
         self._document_bytes: dict[str, int] = {}
         self._ranks: list[PathTree] = []
+        self._trees: dict[tuple[tuple[str, ...], tuple[str, ...]], PathTree] = {}
         self._top: list[tuple[bytes, int]] = [
             (b"job.json", self.root | _JOB_JSON),
             (b"layout.json", self.root | _LAYOUT_JSON),
@@ -148,17 +164,15 @@ class SnapshotTree:
             (b"model", self.root | _MODEL_DIR),
             (b"full", self._full_base),
         ]
-        trees: dict[tuple[str, ...], PathTree] = {}
-        by_id: dict[int, PathTree] = {}
+        known = like._trees if like is not None else {}
+        by_id: dict[tuple[int, int], PathTree] = {}
         for rank in range(ptc.world_size):
-            paths = ptc.rank_paths(rank)
-            tree = by_id.get(id(paths))
-            if tree is None:
-                tree = trees.get(paths) or trees.setdefault(paths, PathTree(paths))
-                by_id[id(paths)] = tree
-            self._ranks.append(tree)
-        every = tuple(sorted(ptc.tensors))
-        self._full = trees.get(every) or PathTree(every)
+            paths, leaves = ptc.rank_paths(rank), self._leaves(rank)
+            which = id(paths), id(leaves)
+            if which not in by_id:
+                by_id[which] = self._tree((paths, tuple(leaves)), known)
+            self._ranks.append(by_id[which])
+        self._full = self._tree((tuple(sorted(ptc.tensors)), ()), known)
         self._joined = JoinedFiles(view, ptc)
 
     def twin(self, slot: int) -> SnapshotTree:
@@ -167,8 +181,22 @@ class SnapshotTree:
         other.slot = slot
         other.root = slot << SLOT_SHIFT
         other._full_base = other._moved(self._full_base)
-        other._top = [(name, other._moved(ino)) for name, ino in self._top]
+        named = [(name, ino) for name, ino in self._top if ino >> _SECTION_SHIFT & 7 not in self._parts]
+        other._top = [(name, other._moved(ino)) for name, ino in named]
+        other._add_parts()
         return other
+
+    def _tree(
+        self,
+        paths: tuple[tuple[str, ...], tuple[str, ...]],
+        known: Mapping[tuple[tuple[str, ...], tuple[str, ...]], PathTree],
+    ) -> PathTree:
+        if paths not in self._trees:
+            self._trees[paths] = known.get(paths) or PathTree(*paths)
+        return self._trees[paths]
+
+    def _leaves(self, rank: int) -> Mapping[str, bytes]:
+        return self._view.leaves(rank) if isinstance(self._view, HasLeaves) else _NO_LEAVES
 
     def _add_parts(self) -> None:
         self._parts: dict[int, Tree] = {}
@@ -272,6 +300,8 @@ class SnapshotTree:
             return {}
         path = self._paths(ino).paths[ino & _NODE_MASK]
         if path is None:
+            if ino & _NODE_MASK in self._paths(ino).leaves:
+                return {}
             is_top = not ino & _NODE_MASK
             reason = self._joined.reason(None if section == _FULL else self._rank(ino)) if is_top else None
             return {_NO_JOINED: reason.encode()} if reason is not None else {}
@@ -303,7 +333,10 @@ class SnapshotTree:
             name = "safetensors"
             content = self._joined.open(self._joined_rank(ino))
         else:
-            name = self._paths(ino).paths[ino & _NODE_MASK]
+            tree, node = self._paths(ino), ino & _NODE_MASK
+            name = tree.paths[node]
+            if (leaf := tree.leaves.get(node)) is not None:
+                return BytesContent(self._leaves(self._rank(ino))[leaf])
             if name is None:
                 raise StaleError(f"inode {ino}: a directory, not a file")
             if ino >> _SECTION_SHIFT & 7 == _MODEL:
@@ -350,6 +383,9 @@ class SnapshotTree:
 
     def _path_attributes(self, tree: PathTree, base: int, node: int) -> Attributes:
         path = tree.paths[node]
+        if (leaf := tree.leaves.get(node)) is not None:
+            size = len(self._leaves(self._rank(base))[leaf])
+            return Attributes(base | node, False, size, 1, self._mtime_ns)
         if path is None:
             return Attributes(base | node, True, 0, 2 + tree.subdirs[node], self._mtime_ns)
         ptc = self._ptc
