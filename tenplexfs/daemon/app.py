@@ -128,7 +128,13 @@ async def _start(
         clock_ns=time.time_ns,
     )
     datasets = Datasets(
-        config.store / INDEXES, make_reader(), SampleCalls(config.node, client, nodes.endpoints)
+        config.store / INDEXES,
+        make_reader(),
+        SampleCalls(config.node, client, nodes.endpoints),
+        here=config.node,
+        nursery=nursery,
+        window_bytes=config.window_bytes,
+        timeout_s=config.read_timeout_s,
     )
     stack.callback(datasets.close)
     member = nodes.member = Member(

@@ -41,6 +41,7 @@ SETTINGS: Mapping[str, str] = {
     "memory": "Limit of the store, as 8GiB, 8Gi or 50%; default: 25%.",
     "remote_reads": "Whether ranks of other nodes can be read here (on or off); default: on.",
     "read_timeout": "Seconds that a read waits for another node; default: 60.",
+    "window": "Memory for the samples of a dataset that are fetched ahead, as memory; default: 1GiB.",
     "retain": "Seconds that a replaced snapshot is kept for nodes that do not answer; default: 600.",
     "allow_other": "Let other users read the mount (on or off); default: off.",
     "tls": "Directory of tls init: mutual TLS for all that goes over TCP.",
@@ -78,6 +79,7 @@ class Config:
     remote_reads: bool = True
     read_timeout_s: float = 60.0
     retain_s: float = 600.0
+    window_bytes: int = 1 << 30
     allow_other: bool = False
     tls: Path | None = None
     token_file: Path | None = None
@@ -246,6 +248,7 @@ def _complete(settings: _Settings, environ: Mapping[str, str]) -> Config:
         remote_reads=settings.switch("remote_reads", default=True),
         read_timeout_s=settings.seconds("read_timeout", 60.0),
         retain_s=settings.seconds("retain", 600.0),
+        window_bytes=parse_size(settings.text("window") or "1GiB", of_bytes=_memory_bytes()),
         allow_other=settings.switch("allow_other", default=False),
         tls=None if tls is None else Path(tls),
         token_file=None if token_file is None else Path(token_file),

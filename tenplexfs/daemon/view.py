@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -44,6 +45,12 @@ class Metrics:
             "tenplexfs_store_used_bytes", "Bytes of the store's files", registry=self.registry
         )
         self.store_limit = Gauge("tenplexfs_store_limit_bytes", "Limit of the store", registry=self.registry)
+        self.samples = Gauge(
+            "tenplexfs_sample_bytes",
+            "Bytes of samples got for the window, by index and by where they were",
+            ["index", "source"],
+            registry=self.registry,
+        )
         self.jobs = Gauge("tenplexfs_jobs", "Jobs, by state", ["state"], registry=self.registry)
 
 
@@ -169,6 +176,10 @@ class View:
         """Returns the metrics in Prometheus' text format."""
         self._metrics.store_used.set(self._member.store.used_bytes)
         self._metrics.store_limit.set(self._member.store.limit_bytes)
+        if self._member.datasets is not None:
+            for digest, counts in self._member.datasets.counts().items():
+                for source, count in asdict(counts).items():
+                    self._metrics.samples.labels(digest, source).set(count)
         self._metrics.jobs.clear()
         for job in self._table.jobs():
             self._metrics.jobs.labels(self.state(job)).inc()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,43 +18,20 @@ from tenplexfs.core.snapshot import NodeName
 from tenplexfs.errors import NotFoundError, TenplexError, UnavailableError
 from tenplexfs.formats.dataset_settings import datasets_of
 from tenplexfs.runtime.dataset_view import DatasetView, SampleReader
+from tenplexfs.runtime.sample_peers import SamplePeers
+from tenplexfs.runtime.streaming import Counts, Owners, Window
 from tenplexfs.storage.samples.indexes import Indexes
 from tenplexfs.storage.samples.reader import RangeReader
 from tenplexfs.storage.samples.routes import is_url
 from tenplexfs.storage.samples.source import IndexedSamples, read_samples
 
-__all__ = ["Datasets", "NearReader", "SamplePeers"]
+__all__ = ["Datasets", "NearReader"]
 
 log = logging.getLogger(__name__)
 
 _THREADS = 8
 _KEPT = 8
 _Ints = npt.NDArray[np.int64]
-
-
-class SamplePeers(Protocol):
-    """Other nodes, asked for indexes and samples. Every call has a deadline."""
-
-    def nodes(self) -> Collection[NodeName]:
-        """Returns the other nodes that are known."""
-        ...
-
-    async def index(self, node: NodeName, digest: str, write: Callable[[bytes], None]) -> None:
-        """Streams the file of an index; ``write`` is called in a worker thread, in order.
-
-        Raises:
-            NotFoundError: The node does not have it.
-        """
-        ...
-
-    async def samples(
-        self, node: NodeName, digest: str, ids: _Ints, *, read: bool, deadline_s: float
-    ) -> tuple[_Ints, memoryview]:
-        """Returns which of ``ids``, by position, the node has in memory, and their bytes one after another.
-
-        With ``read`` also those that its disk has.
-        """
-        ...
 
 
 class NearReader:
@@ -84,12 +60,30 @@ class Datasets:
         path: Where the indexes are.
         reader: Reads paths and URLs.
         peers: The other nodes.
+        here: This node.
+        nursery: Where samples are fetched ahead.
+        window_bytes: Memory for the samples of a dataset that are fetched.
+        timeout_s: How long a read waits for samples that come from afar.
     """
 
-    def __init__(self, path: Path, reader: RangeReader, peers: SamplePeers) -> None:
+    def __init__(
+        self,
+        path: Path,
+        reader: RangeReader,
+        peers: SamplePeers,
+        *,
+        here: NodeName,
+        nursery: trio.Nursery,
+        window_bytes: int,
+        timeout_s: float,
+    ) -> None:
         self.indexes = Indexes(path)
         self._reader = reader
         self._peers = peers
+        self._here = here
+        self._nursery = nursery
+        self._window_bytes = window_bytes
+        self._timeout_s = timeout_s
         self._readers: dict[str, SampleReader] = {}
         self._coming: dict[str, trio.Lock] = {}
         # What a stage made, for the switch that follows.
@@ -146,9 +140,48 @@ class Datasets:
         return tuple(views)
 
     def _reader_of(self, state: DatasetState) -> SampleReader:
-        if state.digest not in self._readers:
-            self._readers[state.digest] = NearReader(self.source(state.digest))
-        return self._readers[state.digest]
+        reader = self._readers.get(state.digest)
+        if reader is None:
+            source, names = self.source(state.digest), self.indexes.index(state.digest)
+            is_remote = names.file_count > 0 and is_url(names.name(0))
+            if is_remote or not self.is_near(state.digest):
+                first = NodeName(state.added_by)
+                others = sorted(self._peers.nodes(), key=lambda node: node != first)
+                reader = Window(
+                    source,
+                    state.digest,
+                    self._peers,
+                    here=self._here,
+                    nursery=self._nursery,
+                    budget_bytes=self._window_bytes,
+                    timeout_s=self._timeout_s,
+                    disk_nodes=() if is_remote else others,
+                )
+            else:
+                reader = NearReader(source)
+            self._readers[state.digest] = reader
+        return reader
+
+    def show(self, views: Sequence[DatasetView], rank_nodes: Mapping[int, NodeName]) -> None:
+        """Takes note that a generation is shown, so that what ranks of this node read is fetched ahead."""
+        for view in views:
+            if not isinstance(view.reader, Window):
+                continue
+            ranks = view.spread.ranks
+            nodes = tuple(tuple(sorted({rank_nodes[rank] for rank in each})) for each in ranks)
+            epoch = view.cursor.epoch
+            owned = nodes if not view.state.unsplit else (tuple(sorted(set().union(*nodes))),)
+            mine = {}
+            for rank, where in enumerate(nodes):
+                if self._here in where:
+                    seen = view.view(epoch, rank)
+                    mine[seen.rows] = seen.next if seen.next < seen.count else 0
+            owners = [Owners(view.partition(each), owned) for each in view.epochs]
+            view.reader.expect(owners, mine)
+
+    def counts(self) -> Mapping[str, Counts]:
+        """Returns where the samples of each dataset that is fetched came from, by digest of its index."""
+        return {d: reader.counts for d, reader in self._readers.items() if isinstance(reader, Window)}
 
     async def _get(self, state: DatasetState) -> None:
         first = NodeName(state.added_by)
@@ -186,6 +219,9 @@ class Datasets:
         if read and self.is_near(digest):
             parts = await trio.to_thread.run_sync(read_samples, self.source(digest), ids)
             return np.arange(len(ids), dtype=np.int64), memoryview(b"".join(parts))
+        reader = self._readers.get(digest)
+        if isinstance(reader, Window):
+            return reader.held(ids)
         return np.empty(0, np.int64), memoryview(b"")
 
     def is_near(self, digest: str) -> bool:

@@ -329,6 +329,8 @@ class Member:
             await self._handles.settle()
         if self.saves is not None:
             self.saves.settle(job, head)
+        if self.datasets is not None:
+            self.datasets.show(datasets, view.fetcher.rank_nodes)
         log.info("job %s: shows %s", job, head.snapshot)
 
     async def _datasets_of(self, settings_json: bytes, ptc: PTC, step: int | None) -> tuple[DatasetView, ...]:

@@ -1,0 +1,452 @@
+"""Samples that are not on this machine: fetched ahead in the order of consumption, within a window of memory.
+
+The window is made of chunks, about a MiB of a rank's rows each. Half of it is for what is ahead of the
+readers of this generation; the other half keeps what was read or belongs to the generation before, for peers and for
+whoever reads on. A sample is taken from this node's chunks, else from the peers that hold it by the new or
+the old partition, else from its source. A read that jumps out of the window waits for exactly its bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from tenplexfs.core.order import Order
+from tenplexfs.core.partition import Partition, RankRows
+from tenplexfs.core.snapshot import NodeName
+from tenplexfs.errors import CorruptError, TenplexError, TimedOutError, UnavailableError
+from tenplexfs.runtime.sample_peers import SamplePeers
+from tenplexfs.storage.samples.source import IndexedSamples, SampleFailure, SamplesError
+
+__all__ = ["Counts", "Owners", "Window"]
+
+log = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 1 << 20
+_AT_ONCE = 8
+_THREADS = 32
+_PEER_S = 5.0
+_MISSES_MAX = 8
+_MEASURED = 1024
+_Ints = npt.NDArray[np.int64]
+_Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Owners:
+    """Who holds what by a partition.
+
+    Attributes:
+        nodes: Of each data-parallel rank.
+    """
+
+    partition: Partition
+    nodes: tuple[tuple[NodeName, ...], ...]
+
+
+@dataclass
+class Counts:
+    """Where samples came from, in bytes."""
+
+    here: int = 0
+    peers: int = 0
+    source: int = 0
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """Rows [begin, end) of a stream. ``data`` is None while they come."""
+
+    epoch: int
+    begin: int
+    end: int
+    ids: _Ints
+    edges: _Ints
+    data: _Bytes | None = None
+    failed: dict[int, TenplexError] = field(default_factory=dict)  # by row
+    error: TenplexError | None = None  # of all of them
+    ended: trio.Event = field(default_factory=trio.Event)
+    delivered: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
+
+    def __post_init__(self) -> None:
+        self.delivered = np.zeros(len(self.ids), bool)
+        self.order = np.argsort(self.ids, kind="stable")
+        self.sorted = self.ids[self.order]
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.edges[-1])
+
+    def find(self, ids: _Ints) -> tuple[_Ints, _Ints]:
+        """Returns which of ``ids``, by position, are here, and at which row of the chunk."""
+        if self.data is None or not len(self.sorted):
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        at = np.minimum(np.searchsorted(self.sorted, ids), len(self.sorted) - 1)
+        which = np.flatnonzero(self.sorted[at] == ids)
+        rows = self.order[at[which]]
+        if self.failed:
+            good = np.array([self.begin + row not in self.failed for row in rows.tolist()], bool)
+            which, rows = which[good], rows[good]
+        return which, rows
+
+
+class _Stream:
+    """What a rank reads in an epoch; ``chunks`` by number, each of ``chunk_rows`` rows."""
+
+    def __init__(self, rows: RankRows, chunk_rows: int) -> None:
+        self.rows = rows
+        self.chunk_rows = chunk_rows
+        self.chunks: dict[int, _Chunk] = {}
+        self.position = 0  # what comes before was read, or will be fetched when it is asked for
+        self.last_end = 0  # of the last read
+        self.wanted = trio.Event()  # the reader went on, or there is room
+
+    @property
+    def ahead_bytes(self) -> int:
+        return sum(chunk.nbytes for chunk in self.chunks.values())
+
+
+class Window:
+    """A `SampleReader` of one dataset. For the trio thread.
+
+    Args:
+        source: The samples where they come from; asked in worker threads.
+        digest: Of the index, by which peers know it.
+        peers: The other nodes.
+        here: This node.
+        nursery: Where what is ahead is fetched.
+        budget_bytes: Of all chunks together.
+        timeout_s: How long a read waits.
+        disk_nodes: The nodes whose disks have the files; empty: the source is for all.
+
+    Attributes:
+        counts: Where samples came from.
+    """
+
+    is_near = False
+
+    def __init__(
+        self,
+        source: IndexedSamples,
+        digest: str,
+        peers: SamplePeers,
+        *,
+        here: NodeName,
+        nursery: trio.Nursery,
+        budget_bytes: int,
+        timeout_s: float,
+        disk_nodes: Sequence[NodeName] = (),
+    ) -> None:
+        self.counts = Counts()
+        self._source = source
+        self._digest = digest
+        self._peers = peers
+        self._here = here
+        self._nursery = nursery
+        self._budget_bytes = budget_bytes
+        self._timeout_s = timeout_s
+        self._disk_nodes = disk_nodes
+        self._streams: OrderedDict[RankRows, _Stream] = OrderedDict()
+        self._past: deque[_Chunk] = deque()  # read, or of generations before; the oldest first
+        self._past_bytes = 0
+        self._owners: deque[Owners] = deque(maxlen=4)
+        self._misses: dict[NodeName, int] = {}
+        self._limiter = trio.CapacityLimiter(_THREADS)
+        sample = np.linspace(0, source.count - 1, min(source.count, _MEASURED)).astype(np.int64)
+        self._mean_bytes = max(int(source.sizes(sample).mean()), 1) if source.count else 1
+
+    # What the snapshots say.
+
+    def expect(self, owners: Sequence[Owners], mine: Mapping[RankRows, int]) -> None:
+        """A generation is shown: ``mine`` is what ranks of this node read next, and from which row on.
+
+        It is fetched ahead. Streams of generations before end; what they hold stays for those who need it.
+        """
+        self._owners.extend(each for each in owners if each not in self._owners)
+        self._misses.clear()
+        current = [each.partition for each in owners]
+        for rows in list(self._streams):
+            if rows not in mine and rows.partition not in current:
+                self._retire(self._streams.pop(rows))
+        for rows, position in mine.items():
+            is_new = rows not in self._streams
+            stream = self._stream(rows)
+            if is_new:
+                stream.position = stream.last_end = position
+
+    # Reading.
+
+    async def read(self, rows: RankRows, begin: int, end: int, skip: int, size: int) -> memoryview:
+        """Returns bytes [skip, skip + size) of the samples of rows [begin, end), one after another."""
+        with trio.move_on_after(self._timeout_s) as waited:
+            return await self._read(rows, begin, end, skip, size)
+        assert waited.cancelled_caught  # the only way here
+        raise TimedOutError(f"rows [{begin}, {end}) did not come within {self._timeout_s:g} s")
+
+    async def _read(self, rows: RankRows, begin: int, end: int, skip: int, size: int) -> memoryview:
+        stream = self._stream(rows)
+        self._jump(stream, begin)
+        near = abs(begin - stream.position) <= stream.chunk_rows
+        parts: list[tuple[int, _Chunk]] = []
+        for number in range(begin // stream.chunk_rows, -(-end // stream.chunk_rows)):
+            chunk = stream.chunks.get(number)
+            if chunk is None and near:
+                chunk = self._begin(stream, number)
+            if chunk is None:  # out of the window: exactly these
+                low, high = number * stream.chunk_rows, (number + 1) * stream.chunk_rows
+                chunk = self._chunk(rows, max(begin, low), min(end, high))
+                self._nursery.start_soon(self._fill, chunk, stream)
+            parts.append((number, chunk))
+        out, at = np.empty(size, np.uint8), -skip
+        for number, chunk in parts:
+            await chunk.ended.wait()
+            try:
+                at = self._copy(chunk, begin, end, out, at)
+            except (UnavailableError, TimedOutError):
+                if stream.chunks.get(number) is chunk:  # whoever asks again has it fetched again
+                    del stream.chunks[number]
+                raise
+        self._went_on(stream, begin, end)
+        return out.data
+
+    def _jump(self, stream: _Stream, begin: int) -> None:
+        """Moves the window when a second read goes on where the first one ended, elsewhere."""
+        goes_on = abs(begin - stream.last_end) <= stream.chunk_rows
+        if not goes_on or abs(begin - stream.position) <= stream.chunk_rows:
+            return
+        stream.position = begin
+        for number in list(stream.chunks):
+            if (number + 1) * stream.chunk_rows <= begin or number * stream.chunk_rows > begin:
+                self._keep(stream.chunks.pop(number))
+
+    def _copy(self, chunk: _Chunk, begin: int, end: int, out: _Bytes, at: int) -> int:
+        """Copies rows [begin, end) as far as they are in ``chunk``; returns where the next ones belong."""
+        low, high = max(begin, chunk.begin) - chunk.begin, min(end, chunk.end) - chunk.begin
+        if chunk.error is not None:
+            raise chunk.error
+        bad = next((row for row in range(low, high) if chunk.begin + row in chunk.failed), None)
+        if bad is not None:
+            error = chunk.failed[chunk.begin + bad]
+            raise type(error)(error.message, **error.details)
+        assert chunk.data is not None  # it ended without an error
+        data = chunk.data[int(chunk.edges[low]) : int(chunk.edges[high])]
+        cut = data[max(-at, 0) :][: len(out) - max(at, 0)]
+        out[max(at, 0) : max(at, 0) + len(cut)] = cut
+        chunk.delivered[low:high] = True
+        return at + len(data)
+
+    def _went_on(self, stream: _Stream, begin: int, end: int) -> None:
+        """Takes note that rows were read; what is read whole makes room."""
+        if abs(begin - stream.position) <= stream.chunk_rows:
+            stream.position = max(stream.position, end)
+        stream.last_end = end
+        done = [n for n, c in stream.chunks.items() if c.data is not None and c.delivered.all()]
+        # The last one may be read again at its edge: pages and samples end at different places.
+        for number in done:
+            if (number + 2) * stream.chunk_rows <= stream.position:
+                self._keep(stream.chunks.pop(number))
+        stream.wanted.set()
+
+    # Fetching ahead.
+
+    def _stream(self, rows: RankRows) -> _Stream:
+        stream = self._streams.get(rows)
+        if stream is None:
+            share = self._budget_bytes // 2 // (len(self._streams) + 1)
+            width = min(_CHUNK_BYTES, max(share // 4, 1))
+            stream = _Stream(rows, max(width // self._mean_bytes, 1))
+            self._streams[rows] = stream
+            self._nursery.start_soon(self._run_ahead, stream)
+        self._streams.move_to_end(rows)
+        return stream
+
+    async def _run_ahead(self, stream: _Stream) -> None:
+        """Keeps the stream's share of the window full, until it is retired."""
+        count = -(-stream.rows.count // stream.chunk_rows)
+        while self._streams.get(stream.rows) is stream:
+            stream.wanted = trio.Event()
+            share = self._budget_bytes // 2 // max(len(self._streams), 1)
+            number = stream.position // stream.chunk_rows
+            running = sum(not chunk.ended.is_set() for chunk in stream.chunks.values())
+            while number < count and running < _AT_ONCE:
+                if number not in stream.chunks:
+                    if stream.ahead_bytes + self._width(stream, number) > share:
+                        break
+                    self._begin(stream, number)
+                    running += 1
+                number += 1
+            if number == count and stream.rows.count:
+                following = _following(stream.rows)
+                if following.count and following not in self._streams and stream.position:
+                    self._stream(following)
+            await stream.wanted.wait()
+
+    def _width(self, stream: _Stream, number: int) -> int:
+        begin = number * stream.chunk_rows
+        end = min(begin + stream.chunk_rows, stream.rows.count)
+        shape = self._source.shape
+        if shape is not None:
+            return (end - begin) * self._mean_bytes
+        return int(self._source.sizes(stream.rows.span(begin, end)).sum())
+
+    def _begin(self, stream: _Stream, number: int) -> _Chunk:
+        begin = number * stream.chunk_rows
+        chunk = self._chunk(stream.rows, begin, min(begin + stream.chunk_rows, stream.rows.count))
+        stream.chunks[number] = chunk
+        self._nursery.start_soon(self._fill, chunk, stream)
+        return chunk
+
+    def _chunk(self, rows: RankRows, begin: int, end: int) -> _Chunk:
+        ids = rows.span(begin, end)
+        edges = np.concatenate([[0], np.cumsum(self._source.sizes(ids))])
+        return _Chunk(rows.partition.start.epoch, begin, end, ids, edges)
+
+    async def _fill(self, chunk: _Chunk, stream: _Stream) -> None:
+        data = np.empty(chunk.nbytes, np.uint8)
+        try:
+            failures = await self._get(chunk, data)
+            chunk.failed = {chunk.begin + each.at: each.error for each in failures}
+            chunk.data = data
+        except TenplexError as error:
+            chunk.error = error
+        finally:
+            if chunk.data is None and chunk.error is None:
+                chunk.error = UnavailableError("the daemon is stopping")
+            chunk.ended.set()
+            stream.wanted.set()
+        if chunk.failed:
+            log.warning("dataset: %s", next(iter(chunk.failed.values())).message)
+
+    def _retire(self, stream: _Stream) -> None:
+        stream.wanted.set()
+        for chunk in stream.chunks.values():
+            self._keep(chunk)
+
+    def _keep(self, chunk: _Chunk) -> None:
+        self._past.append(chunk)
+        self._past_bytes += chunk.nbytes
+        while self._past_bytes > self._budget_bytes // 2:
+            self._past_bytes -= self._past.popleft().nbytes
+
+    # Getting bytes.
+
+    def held(self, ids: _Ints) -> tuple[_Ints, memoryview]:
+        """Returns which of ``ids``, by position, are in the window, and their bytes one after another."""
+        left = np.arange(len(ids), dtype=np.int64)
+        found: dict[int, _Bytes] = {}
+        for chunk in self._chunks():
+            if not left.size:
+                break
+            which, rows = chunk.find(ids[left])
+            for position, row in zip(left[which].tolist(), rows.tolist(), strict=True):
+                assert chunk.data is not None  # `find` looks
+                found[position] = chunk.data[int(chunk.edges[row]) : int(chunk.edges[row + 1])]
+            left = np.delete(left, which)
+        positions = sorted(found)
+        joined = np.concatenate([found[at] for at in positions]) if positions else np.empty(0, np.uint8)
+        return np.array(positions, np.int64), joined.data
+
+    def _chunks(self) -> list[_Chunk]:
+        return [*(c for s in self._streams.values() for c in s.chunks.values()), *self._past]
+
+    async def _get(self, chunk: _Chunk, out: _Bytes) -> Sequence[SampleFailure]:
+        """Fills ``out``; returns the samples that failed, each at its place in the chunk."""
+        left = _Left(chunk, out)
+        found, data = self.held(chunk.ids)
+        self.counts.here += left.take(found, data)
+        for node, asked in self._holders(chunk, left.places):
+            wanted = np.intersect1d(asked, left.places)
+            if wanted.size and self._misses.get(node, 0) < _MISSES_MAX:
+                came = await self._ask(node, left, wanted, read=False)
+                self._misses[node] = 0 if came else self._misses.get(node, 0) + 1
+                self.counts.peers += came
+        for node in self._disk_nodes:
+            if left.places.size:
+                self.counts.peers += await self._ask(node, left, left.places, read=True)
+        if not left.places.size:
+            return ()
+        if self._disk_nodes:
+            where = ", ".join(self._disk_nodes)
+            raise UnavailableError(
+                f"samples {chunk.ids[left.places][:4].tolist()}: none of {where} gives them"
+            )
+        return await trio.to_thread.run_sync(self._read_source, left, limiter=self._limiter)
+
+    async def _ask(self, node: NodeName, left: _Left, places: _Ints, *, read: bool) -> int:
+        """Takes what ``node`` gives; returns the bytes."""
+        deadline_s = self._timeout_s if read else min(_PEER_S, self._timeout_s)
+        ids = left.chunk.ids[places]
+        try:
+            found, data = await self._peers.samples(node, self._digest, ids, read=read, deadline_s=deadline_s)
+        except TenplexError as error:
+            log.info("dataset: node %s gives no samples: %s", node, error.message)
+            return 0
+        return left.take(places[found], data) if found.size else 0
+
+    def _read_source(self, left: _Left) -> Sequence[SampleFailure]:
+        places = left.places
+        ids, sizes = left.chunk.ids[places], np.diff(left.chunk.edges)[places]
+        data = np.empty(int(sizes.sum()), np.uint8)
+        failures: Sequence[SampleFailure] = ()
+        try:
+            self._source.read_into(ids, data.data)
+        except SamplesError as error:
+            failures = [replace(each, at=int(places[each.at])) for each in error.failures]
+        self.counts.source += left.take(places, data.data)
+        return failures
+
+    def _holders(self, chunk: _Chunk, places: _Ints) -> list[tuple[NodeName, _Ints]]:
+        """Returns the other nodes that may hold samples by the partitions, the newest first, and which."""
+        asked: dict[NodeName, list[_Ints]] = {}
+        for owners in reversed(self._owners):
+            if not places.size or owners.partition.start.epoch != chunk.epoch:
+                continue
+            ranks, _ = owners.partition.locate(chunk.ids[places])
+            for rank in np.unique(ranks[ranks >= 0]).tolist():
+                for node in owners.nodes[rank]:
+                    if node != self._here:
+                        asked.setdefault(node, []).append(places[ranks == rank])
+        return [(node, np.unique(np.concatenate(parts))) for node, parts in asked.items()]
+
+
+class _Left:
+    """What of a chunk is not here yet.
+
+    Attributes:
+        places: int64, positions in the chunk, rising.
+    """
+
+    def __init__(self, chunk: _Chunk, out: _Bytes) -> None:
+        self.chunk = chunk
+        self.places = np.arange(len(chunk.ids), dtype=np.int64)
+        self._out = out
+
+    def take(self, places: _Ints, data: memoryview) -> int:
+        """Puts samples at their places, which have them one after another in ``data``; returns the bytes.
+
+        Raises:
+            CorruptError: ``data`` has not the bytes of these samples.
+        """
+        edges = self.chunk.edges
+        if len(data) != int((edges[places + 1] - edges[places]).sum()):
+            raise CorruptError(f"{len(places)} samples in {len(data)} bytes: they have others")
+        begin, source = 0, np.frombuffer(data, np.uint8)
+        for low, high in zip(edges[places].tolist(), edges[places + 1].tolist(), strict=True):
+            self._out[low:high] = source[begin : begin + high - low]
+            begin += high - low
+        self.places = np.setdiff1d(self.places, places)
+        return begin
+
+
+def _following(rows: RankRows) -> RankRows:
+    """Returns what the same rank reads in the next epoch."""
+    part = rows.partition
+    start = part.start.start_of(part.start.epoch + 1)
+    order = Order(part.order.count, start.seed, start.epoch, part.order.shuffle)
+    return replace(part, order=order, start=start).rank(rows.rank)
