@@ -22,7 +22,7 @@ def json_blocks(document):
     return re.findall(r"```json\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/architecture.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/architecture.md", "docs/layouts.md"])
 def test_every_layout_of_the_documents_is_valid(document):
     layouts = [
         block for block in json_blocks(document) if json.loads(block).get("format") == "tenplexfs-layout"
@@ -30,6 +30,23 @@ def test_every_layout_of_the_documents_is_valid(document):
     assert layouts
     for layout in layouts:
         build_ptc(parse_layout(layout))
+
+
+def test_ranks_hold_what_the_page_of_layouts_says():
+    text = (ROOT / "docs/layouts.md").read_text()
+    examples = re.findall(r"```json\n(.*?)```\n\n```text\n(.*?)```", text, re.DOTALL)
+    assert len(examples) == text.count("```json")
+    for layout, shown in examples:
+        ptc = build_ptc(parse_layout(layout))
+        held = [(rank, path) for rank in ptc.ranks() for path in ptc.rank_paths(rank)]
+        assert shown.splitlines() == [held_line(ptc, rank, path) for rank, path in held]
+
+
+def held_line(ptc, rank, path):
+    shard = ptc.shard(rank, path)
+    pieces = " ".join(str(piece.region) for piece in shard.pieces) or "nothing"
+    padding = f" and padding {' '.join(map(str, shard.padding))}" if shard.padding else ""
+    return f"rank {rank}  {path}  {list(shard.local_shape)}  {pieces}{padding}"
 
 
 def test_the_worked_example_costs_what_it_says():
