@@ -9,6 +9,7 @@ import trio
 
 from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
 from tenplexfs.errors import TenplexError, TimedOutError, UnavailableError
+from tenplexfs.formats.dataset_settings import give_cursors
 from tenplexfs.formats.values import Values, pack
 from tenplexfs.runtime.coordinator import Coordinator, Saved
 from tenplexfs.runtime.planning import Resolved
@@ -70,9 +71,13 @@ class SaveLeader:
                 rank: each for part in parts.values() for rank, each in part.values.documents.items()
             }
             said = (part.values.consumed for part in parts.values() if part.values.consumed is not None)
-            values = pack(Values(documents, next(said, None)))
+            consumed = next(said, None)
+            values = pack(Values(documents, consumed))
+            settings = base.settings_json
+            if consumed is not None:
+                settings = give_cursors(settings, snapshot.step or 0, consumed)
             wanted = Resolved(base.layout_json, base.head.layout_digest, nodes)
-            saved = Saved(job, snapshot, wanted, base.settings_json, values)
+            saved = Saved(job, snapshot, wanted, settings, values)
             return await self._coordinator.commit_save(saved)
         except TenplexError as error:
             with trio.move_on_after(10, shield=True):

@@ -443,7 +443,7 @@ class Saves:
         for rank in attempt.ranks.values():
             for key, sums in rank.sums.items():
                 known[key], shards[key] = sums, ptc.shard(*key)
-        attempt.ingest.set_values(order.values)
+        attempt.ingest.set_values(order.values, order.settings_json)
         try:
             await trio.to_thread.run_sync(partial(attempt.ingest.seal, shards, sums=known))
         except TenplexError as error:

@@ -119,9 +119,9 @@ class SaveIngest(Ingest):
         for name in self._held - used:
             self._forget(name)
 
-    def set_values(self, values: bytes) -> None:
-        """Says what the ranks hold beside tensors."""
-        self._snapshot = replace(self._snapshot, values=values)
+    def set_values(self, values: bytes, settings_json: bytes) -> None:
+        """Says what the ranks hold beside tensors, and the settings, where a save may say how far data is."""
+        self._snapshot = replace(self._snapshot, values=values, settings_json=settings_json)
 
     def drop(self) -> None:
         """Gives back everything, unless it is sealed; what no client has is kept for the next save."""
