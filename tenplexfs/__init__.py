@@ -3,22 +3,25 @@
 What a training process calls; each is imported when it is first asked for:
 
 - `save` and `load` the state of a rank, `read` a file of the mounted tree,
+- `Dataset`: the samples that a rank has left,
 - `should_stop`: whether to save and end with `EXIT_RECONFIGURE`, asked once a step.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tenplexfs.client.dataset import Dataset
     from tenplexfs.client.jobs import env, should_stop, wait
     from tenplexfs.client.loading import load, read
     from tenplexfs.client.saving import Save, save
 
-__all__ = ["EXIT_RECONFIGURE", "Save", "env", "load", "read", "save", "should_stop", "wait"]
+__all__ = ["EXIT_RECONFIGURE", "Dataset", "Save", "env", "load", "read", "save", "should_stop", "wait"]
 
 EXIT_RECONFIGURE = 75
 """Exit status of a training process that stopped to be started again."""
 
 _HOMES = {
+    "Dataset": "dataset",
     "Save": "saving",
     "env": "jobs",
     "load": "loading",

@@ -4,10 +4,12 @@ Needs torch, which importing `tenplexfs` never does: ``pip install tenplexfs[tor
 """
 
 from tenplexfs.torch.checkpoint import layout_of_checkpoint, layout_of_metadata
+from tenplexfs.torch.dataset import Dataset
 from tenplexfs.torch.layout import describe, layout_of, layout_of_ranks, shard_of
 from tenplexfs.torch.placements import MeshSpec, Split, StateSpec, TensorSpec
 
 __all__ = [
+    "Dataset",
     "MeshSpec",
     "Split",
     "StateSpec",
