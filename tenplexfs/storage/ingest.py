@@ -20,7 +20,7 @@ from tenplexfs.formats import npy
 from tenplexfs.formats.manifest import ArrayRef, StoredSnapshot
 from tenplexfs.storage.directory import OBJECTS, SEGMENTS, Directory
 from tenplexfs.storage.files import FileTable
-from tenplexfs.storage.sums import as_bytes, box_sums, piece_boxes
+from tenplexfs.storage.sums import as_bytes, box_sums, byte_blocks, piece_boxes
 
 if TYPE_CHECKING:
     from tenplexfs.core.ptc import Shard
@@ -31,6 +31,7 @@ Key = tuple[int, str]
 """A rank and a canonical tensor path."""
 
 _OBJECT_BYTES = 1 << 20
+_WRITE_BYTES = 1 << 18
 _SEGMENT_BYTES = 64 << 20
 _ALIGNMENT = 64
 
@@ -61,8 +62,8 @@ class _Slot:
 class Ingest:
     """A snapshot that is being filled; a `Store` makes it.
 
-    Until `seal` answers nothing of it is in the manifest, and leaving the ``with`` block drops it. `array`
-    and `pwrite` may be called by many threads at once, the other methods by one.
+    Until `seal` answers nothing of it is in the manifest, and leaving the ``with`` block drops it. `array`,
+    `pwrite`, `put` and `sums` may be called by many threads at once, the other methods by one.
     """
 
     def __init__(
@@ -165,6 +166,36 @@ class Ingest:
             self._map(ref.file)[begin : begin + len(view)] = view
         else:
             self._write(ref.file, begin, view)
+
+    def put(
+        self,
+        key: Key,
+        within: npt.NDArray[np.generic],
+        place: npt.NDArray[np.generic],
+        data: npt.NDArray[np.generic],
+    ) -> None:
+        """Writes ``data``, of the same type and any strides, over ``place``, a view of ``within``.
+
+        Args:
+            key: Of the array.
+            within: The array as `array` returns it, or raveled.
+            place: As many elements as ``data``, which take them in C order.
+            data: What is written.
+
+        Cost: One copy. What is big and contiguous does not touch the map: a page fault for each fresh page,
+        and zeroing it, would cost more than the copy.
+        """
+        if place.nbytes < _WRITE_BYTES or not place.flags.c_contiguous:
+            place[...] = data.reshape(place.shape)
+            return
+        at = place.__array_interface__["data"][0] - within.__array_interface__["data"][0]
+        for block in byte_blocks(data):
+            self.pwrite(key, at, block)
+            at += len(block)
+
+    def sums(self, key: Key, shard: Shard) -> tuple[int, ...]:
+        """Returns the sums of the pieces of an array that is written, as `seal` takes them."""
+        return self._sums(self._writable(key), piece_boxes(shard))
 
     def seal(
         self, pieces: Mapping[Key, Shard], *, sums: Mapping[Key, tuple[int, ...]] | None = None

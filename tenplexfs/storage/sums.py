@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +15,7 @@ from tenplexfs.errors import InvalidError
 if TYPE_CHECKING:
     from tenplexfs.core.ptc import Shard
 
-__all__ = ["as_bytes", "box_sums", "piece_boxes", "piece_sums"]
+__all__ = ["as_bytes", "box_sums", "byte_blocks", "piece_boxes", "piece_sums"]
 
 _BLOCK_BYTES = 1 << 20
 
@@ -54,7 +54,8 @@ def box_sums(array: npt.NDArray[np.generic], boxes: Sequence[Region]) -> tuple[i
         if box.ndim != within.ndim or any(b > n for b, n in zip(box.stop, within.shape, strict=True)):
             raise InvalidError(f"box {box.start} to {box.stop}: not within an array of shape {array.shape}")
         state = xxhash.xxh3_64()
-        _update(state, within[tuple(map(slice, box.start, box.stop))])
+        for block in byte_blocks(within[tuple(map(slice, box.start, box.stop))]):
+            state.update(block)
         sums.append(state.intdigest())
     return tuple(sums)
 
@@ -64,17 +65,21 @@ def as_bytes(array: npt.NDArray[np.generic]) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def _update(state: xxhash.xxh3_64, array: npt.NDArray[np.generic]) -> None:
+def byte_blocks(array: npt.NDArray[np.generic]) -> Iterator[memoryview]:
+    """Yields the bytes of ``array`` in C order: all at once where they lie so, else in blocks.
+
+    Cost: copies what is not contiguous, about 1 MiB at a time.
+    """
     if array.size == 0:
         return
     if array.flags.c_contiguous:
-        state.update(as_bytes(array))
+        yield as_bytes(array)
         return
     row_bytes = array.nbytes // len(array)
     if row_bytes > _BLOCK_BYTES:
         for row in array:
-            _update(state, row)
+            yield from byte_blocks(row)
         return
     rows = max(1, _BLOCK_BYTES // row_bytes)
     for begin in range(0, len(array), rows):
-        state.update(as_bytes(np.ascontiguousarray(array[begin : begin + rows])))
+        yield as_bytes(np.ascontiguousarray(array[begin : begin + rows]))

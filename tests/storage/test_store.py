@@ -4,6 +4,7 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -240,6 +241,26 @@ def test_pwrite(store, shape):
     with store.arrays(stored) as view:
         assert np.array_equal(view.array(0, "w"), wanted) and np.array_equal(view.array(1, "w"), wanted)
     assert stored.arrays[(0, "w")] is stored.arrays[(1, "w")]
+
+
+@pytest.mark.parametrize("shape", [(6, 8, 4), (600, 5, 320), (3, 2, 400_000)])
+def test_put_takes_any_strides_into_any_place(store, shape):
+    source = np.random.default_rng(0).random((shape[0], shape[1] * 2, shape[2]), "f4")[:, ::2]
+    flat = int(np.prod(shape))
+    with store.ingest(J, an_id("a"), b"", 1) as ingest:
+        ingest.reserve([Wanted(((0, "w"),), shape, "float32")])
+        array = ingest.array((0, "w"))
+        ravel = array.reshape(-1)
+        ingest.put((0, "w"), array, array[:1], source[:1])
+        ingest.put((0, "w"), array, array[1:, 1:], source[1:, 1:])
+        ingest.put((0, "w"), array, array[1:, :1], source[1:, :1].reshape(-1))
+        ingest.put((0, "w"), ravel, ravel[flat // 2 :], source.reshape(-1)[flat // 2 :])
+        shard = whole(shape)
+        sums = ingest.sums((0, "w"), shard)
+        stored = ingest.seal({(0, "w"): shard}, sums={(0, "w"): sums})
+    with store.arrays(stored) as view:
+        assert np.array_equal(view.array(0, "w"), source)
+    assert sums == (xxhash.xxh3_64_intdigest(source.tobytes()),)
 
 
 def test_seal_refuses_what_does_not_fit(store):

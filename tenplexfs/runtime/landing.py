@@ -1,0 +1,206 @@
+"""Where the parts of new arrays land: counted, written, and summed up once an array is whole."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from tenplexfs.core.node_part import Target
+from tenplexfs.core.region import Boxes
+from tenplexfs.core.snapshot import NodeName
+from tenplexfs.errors import CorruptError
+from tenplexfs.runtime.protocols import Ranges
+from tenplexfs.storage.store import Ingest, Key
+
+__all__ = ["Array", "Fetch", "Landing", "Reporter", "Scatter", "ScatterFactory", "Sums", "slices_of"]
+
+Array = npt.NDArray[np.generic]
+
+
+class Scatter(Protocol):
+    """Writes a stream of bytes into place."""
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Writes ``data``, the bytes of the stream from ``offset`` on."""
+        ...
+
+
+ScatterFactory = Callable[[Sequence[tuple[Array, Boxes]]], Scatter]
+"""Takes arrays and boxes of them, in the order of the stream."""
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """One item of a call to a source node: what one array of this node gets of one of that node."""
+
+    ranges: Ranges
+    target: Target
+    array: Array
+    boxes: Boxes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the item."""
+        return int(self.ranges.nbytes.sum())
+
+
+class Reporter:
+    """Tells how many bytes are done, from any thread: a hundred times in all, and nobody waits for it."""
+
+    def __init__(self, report: Callable[[int, int], None]) -> None:
+        self._report = report
+        self._lock = threading.Lock()
+        self._done = self._total = self._told = 0
+
+    def begin(self, total_bytes: int) -> None:
+        """Says how many there will be; on the trio thread."""
+        self._total = total_bytes
+        self._token = trio.lowlevel.current_trio_token()
+        self._report(0, total_bytes)
+
+    def add(self, nbytes: int) -> None:
+        """So many more are done."""
+        with self._lock:
+            self._done += nbytes
+            if self._done < self._total and 100 * (self._done - self._told) < self._total:
+                return
+            self._told = self._done
+        self._token.run_sync_soon(self._tell, idempotent=True)
+
+    def _tell(self) -> None:
+        self._report(self._told, self._total)
+
+
+class Sums:
+    """Sums up arrays as soon as all their parts have landed, while they are in the caches.
+
+    Attributes:
+        found: Key -> sums of the pieces.
+    """
+
+    def __init__(self, ingest: Ingest) -> None:
+        self.found: dict[Key, tuple[int, ...]] = {}
+        self._ingest = ingest
+        self._left: Counter[Key] = Counter()
+        self._lock = threading.Lock()
+        self._ready: SimpleQueue[Target | None] = SimpleQueue()
+
+    def expect(self, target: Target, count: int) -> None:
+        """Says how often `landed` will be called for ``target``."""
+        self._left[target.keys[0]] = count
+        if not count:
+            self._ready.put(target)
+
+    def landed(self, target: Target) -> None:
+        """A part of ``target`` is written."""
+        key = target.keys[0]
+        with self._lock:
+            self._left[key] -= 1
+            ready = not self._left[key]
+        if ready:
+            self._ready.put(target)
+
+    def end(self) -> None:
+        """Lets `run` return once all that has landed is summed up."""
+        self._ready.put(None)
+
+    def run(self) -> None:
+        """Sums up what lands, until `end`. For a worker thread of trio."""
+        while (target := self._ready.get()) is not None:
+            trio.from_thread.check_cancelled()
+            self.found[target.keys[0]] = self._ingest.sums(target.keys[0], target.shard)
+
+
+class Landing:
+    """Where the stream of one call lands: each byte once, in order.
+
+    What is contiguous in its array, and big, is written into the file; the rest is scattered into the map.
+
+    Attributes:
+        nbytes: Of the whole stream.
+    """
+
+    def __init__(
+        self,
+        ingest: Ingest,
+        call: Sequence[Fetch],
+        scatter: ScatterFactory,
+        progress: Reporter,
+        sums: Sums,
+    ) -> None:
+        self._ingest = ingest
+        self._call = call
+        self._progress = progress
+        self._sums = sums
+        self._ends = list(accumulate(each.nbytes for each in call))
+        self.nbytes = self._ends[-1]
+        self._arrived = self._finished = 0
+        self._writes: list[tuple[int, int, Callable[[int, memoryview], None]]] = []  # begin, end, what writes
+        scattered: list[Fetch] = []
+        begin = at = 0
+        for item, end in zip(call, self._ends, strict=True):
+            if (flat := _as_span(item)) is None:
+                scattered.append(item)
+            else:
+                self._add(begin, at, scattered, scatter)
+                self._writes.append((at, end, partial(self._put, item, flat)))
+                scattered, begin = [], end
+            at = end
+        self._add(begin, at, scattered, scatter)
+
+    def _add(self, begin: int, end: int, items: Sequence[Fetch], scatter: ScatterFactory) -> None:
+        if items:
+            write = scatter([(each.array, each.boxes) for each in items]).write
+            self._writes.append((begin, end, write))
+
+    def _put(self, item: Fetch, flat: Array, offset: int, data: memoryview) -> None:
+        place = flat[offset : offset + len(data)]
+        self._ingest.put(item.target.keys[0], item.array, place, np.frombuffer(data, np.uint8))
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Writes the bytes of the stream from ``offset`` on; called in order, by one thread."""
+        if offset != self._arrived or offset + len(data) > self.nbytes:
+            raise CorruptError(
+                f"stream of {self.nbytes} bytes: got {len(data)} at {offset}, not {self._arrived}"
+            )
+        self._arrived += len(data)
+        view = memoryview(data)
+        while view:
+            begin, end, write = self._writes[0]
+            write(offset - begin, view[: end - offset])
+            view, offset = view[end - offset :], min(end, offset + len(view))
+            if offset == end:
+                self._writes.pop(0)
+        self._progress.add(len(data))
+        while self._finished < len(self._call) and self._ends[self._finished] <= self._arrived:
+            self._sums.landed(self._call[self._finished].target)
+            self._finished += 1
+
+    def check(self, node: NodeName) -> None:
+        """Refuses a stream that was cut short."""
+        if self._arrived != self.nbytes:
+            raise CorruptError(f"node {node}: sent {self._arrived} bytes of {self.nbytes}")
+
+
+def _as_span(item: Fetch) -> Array | None:
+    """Returns the bytes of what is one contiguous box of its array, else None."""
+    if len(item.boxes) != 1:
+        return None
+    place = item.array[slices_of(item.boxes[0])]
+    return place.reshape(-1).view(np.uint8) if place.flags.c_contiguous else None
+
+
+def slices_of(box: Boxes) -> tuple[Any, ...]:
+    """Returns the index that cuts ``box``, (2, ndim), out of an array."""
+    # The ellipsis makes the result an array also where there are no dims.
+    return (..., *(slice(a, b) for a, b in zip(box[0].tolist(), box[1].tolist(), strict=True)))
