@@ -162,27 +162,23 @@ def disjoint_atoms(boxes: Boxes) -> tuple[Boxes, Ints, Ints]:
     inverse = inverse.reshape(-1)
     if find_overlap(unique) is None:
         return unique, solid, inverse
-    lows, highs = [], []
+    # Slab by slab: along each dim a slab is cut where boxes in it begin or end, and nowhere else.
+    owner, slab = np.arange(len(unique)), np.zeros(len(unique), np.int64)
+    atoms = np.zeros((1, 2, 0), np.int64)
     for dim in range(ndim):
-        points = np.unique(unique[:, :, dim])
-        lows.append(np.searchsorted(points, unique[:, 0, dim]))
-        highs.append(np.searchsorted(points, unique[:, 1, dim]))
-    owner = np.arange(len(unique))
-    coordinates: list[Ints] = []
-    for low, high in zip(lows, highs, strict=True):  # the product of the spans of each dim
-        again, value = expand_spans(low[owner], high[owner])
-        owner = owner[again]
-        coordinates = [c[again] for c in coordinates] + [value]
-    cells, atom = np.unique(np.stack(coordinates, axis=1), axis=0, return_inverse=True)
-    atom = atom.reshape(-1)
-    cuts = [np.unique(unique[:, :, dim]) for dim in range(ndim)]
-    atoms = np.stack(
-        [np.stack([cut[cells[:, d] + side] for d, cut in enumerate(cuts)], axis=1) for side in (0, 1)], axis=1
-    )
+        cuts = np.unique(unique[:, :, dim])
+        ends = slab[:, None] * len(cuts) + np.searchsorted(cuts, unique[owner][:, :, dim])
+        points = np.unique(ends)
+        again, at = expand_spans(*np.searchsorted(points, ends.T))
+        thinner, slab = np.unique(at, return_inverse=True)
+        inside, first = np.divmod(points[thinner], len(cuts))
+        span = np.stack([cuts[first], cuts[points[thinner + 1] % len(cuts)]], axis=1)
+        atoms = np.concatenate([atoms[inside], span[:, :, None]], axis=2)
+        owner, slab = owner[again], slab.reshape(-1)
     of_unique = np.argsort(owner, kind="stable")
     bounds = np.searchsorted(owner[of_unique], np.arange(len(unique) + 1))
     box, place = expand_spans(bounds[inverse], bounds[inverse + 1])
-    members = atom[of_unique][place]
+    members = slab[of_unique][place]
     by = np.lexsort((members, box))
     return atoms, solid[box[by]], members[by]
 

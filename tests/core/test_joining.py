@@ -111,3 +111,18 @@ def test_explicit_pieces_row_by_row_are_one_range():
     }
     old, new = (build_ptc(parse_layout(json.dumps({**document, "nodes": {n: [0, 1]}}))) for n in "ab")
     assert ranges(plan(old, new)) == [1, 1]
+
+
+@pytest.mark.parametrize("ways", [8, 64, 256])
+def test_runs_of_a_matrix_that_is_held_whole_too_make_linear_work(ways):
+    w = {
+        "shape": [512, 512],
+        "dtype": "float32",
+        "shard": [{"axis": "dp", "flat": True, "pad_to_multiple": 7}],
+    }
+    tensors = {"w": w, "whole": {"alias": "w", "shard": []}}
+    old = layout(tensors, {"dp": ways}, {f"a{k}": [k] for k in range(ways)})
+    new = layout(tensors, {"dp": ways - 1}, {f"b{k}": [k] for k in range(ways - 1)})
+    made = plan(old, new)
+    assert len(made.matches[0].held.atoms) <= 3 * ways
+    assert max(ranges(made)) <= 3
