@@ -332,13 +332,21 @@ def _store(config: Config) -> Iterator[Store]:
 
 
 def _mount_memory(path: Path) -> None:
-    """Makes the default store of root: a file system in memory of its own, which outlives the daemon."""
+    """Makes the default store of root: a file system in memory of its own, which outlives the daemon.
+
+    In huge pages where the kernel has them: filling fresh ones takes a fifth of the time. It takes none for
+    what is smaller than one.
+    """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.is_mount():
         return
-    command = ["mount", "-t", "tmpfs", "-o", "mode=0700,size=100%", "tenplexfs-store", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
+    for huge in (",huge=within_size", ""):
+        options = f"mode=0700,size=100%{huge}"
+        command = ["mount", "-t", "tmpfs", "-o", options, "tenplexfs-store", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if not done.returncode:
+            break
+    else:
         raise PreconditionError(
             f"store {path}: a memory file system cannot be mounted ({done.stderr.strip()}); give --store"
         )
