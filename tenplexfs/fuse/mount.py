@@ -22,6 +22,7 @@ import trio
 from tenplexfs.errors import TenplexError, TimedOutError, UnavailableError
 from tenplexfs.fuse.mountpoint import FSNAME, claim, find_mount, lazy_unmount
 from tenplexfs.fuse.operations import Operations
+from tenplexfs.fuse.waiting import MIN_TASKS, install
 from tenplexfs.runtime.namespace import ROOT_INO, Namespace
 
 __all__ = ["Mount"]
@@ -85,6 +86,7 @@ class Mount:
         options = {"ro", "default_permissions", f"fsname={FSNAME}", f"subtype={FSNAME}"}
         if self._allow_other:
             options.add("allow_other")
+        install()
         try:
             pyfuse3.init(operations, real, options)
         except RuntimeError as error:
@@ -120,7 +122,7 @@ class Mount:
         # Shielded: who leaves because of a cancellation still has to be served until the mount is gone.
         try:
             with self._main_scope:
-                await pyfuse3.main(max_tasks=_MAX_TASKS)
+                await pyfuse3.main(min_tasks=MIN_TASKS, max_tasks=_MAX_TASKS)
         finally:
             self.ended.set()
 
