@@ -17,7 +17,8 @@ from typing import SupportsIndex, overload
 import numpy as np
 import numpy.typing as npt
 
-from tenplexfs.errors import InvalidError, NotFoundError, PreconditionError
+from tenplexfs.core.partition import DegreeError
+from tenplexfs.errors import InvalidError, NotFoundError
 
 __all__ = ["Dataset"]
 
@@ -56,7 +57,8 @@ class Dataset:
         first: The row of item 0.
 
     Raises:
-        NotFoundError: There is no such dataset, rank or epoch.
+        NotFoundError: There is no such dataset or epoch.
+        DegreeError: There is no such rank; it is a ValueError too.
 
     >>> train = Dataset("/mnt/tenplexfs/gpt/dataset/train", rank=0)  # doctest: +SKIP
     >>> for batch in train.batches():  # doctest: +SKIP
@@ -197,7 +199,7 @@ def _rank_directory(path: Path, rank: int | None, epoch: int | None, part: int |
             if meta.get("format") != "tenplexfs-dataset":
                 raise InvalidError(f"{path}: no dataset, but rank= is given")
             if not 0 <= rank < meta["degree"]:
-                raise PreconditionError(f"rank {rank}: need 0 <= rank < {meta['degree']}, the degree")
+                raise DegreeError(f"rank {rank}: need 0 <= rank < {meta['degree']}, the degree")
             epoch = int(meta["cursor"]["epoch"])
         path = path / str(epoch) / str(rank)
     return path if part is None else path / "cp" / str(part)
