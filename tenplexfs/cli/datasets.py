@@ -12,7 +12,6 @@ import typer
 from tenplexfs._pb import dataset_pb2
 from tenplexfs.cli import show
 from tenplexfs.cli.client import job_content
-from tenplexfs.cli.deliveries import check_rank, check_ranks_together
 from tenplexfs.cli.plans import check_last
 from tenplexfs.cli.session import Session, command
 from tenplexfs.errors import CorruptError, NotFoundError, PreconditionError, UsageError
@@ -160,6 +159,9 @@ def verify(
     except FileNotFoundError as error:
         raise NotFoundError(f"job {job}: no dataset {name}") from error
     number = meta["cursor"]["epoch"] if epoch is None else epoch
+    # here: other commands start without what reads datasets
+    from tenplexfs.cli.deliveries import check_rank, check_ranks_together
+
     wrong = check_ranks_together(directory, meta, number)
     store = json.loads((Path(mount) / ".tenplexfs" / "status.json").read_text())["store"]["path"]
     compared = 0

@@ -6,14 +6,16 @@ import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tenplexfs.cli.session import Session, command
 from tenplexfs.core.snapshot import check_node_name
 from tenplexfs.errors import ExistsError, TenplexError, UsageError
-from tenplexfs.rpc.certificates import Pair, check_pair, make_authority, make_node
+
+if TYPE_CHECKING:
+    from tenplexfs.rpc.certificates import Pair
 
 __all__ = ["app"]
 
@@ -39,6 +41,8 @@ def init(
 
     A node needs three files of DIR: ca.pem, NAME.pem and NAME.key. Keep ca.key, which signs, off the nodes.
     """
+    from tenplexfs.rpc.certificates import make_node  # here: other commands start without cryptography
+
     nodes = _parse_nodes(node)
     there = [name for name in nodes if (directory / f"{name}.pem").exists()]
     if there and not renew:
@@ -79,6 +83,8 @@ def _parse_nodes(items: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _authority(directory: Path, now: datetime) -> Pair:
+    from tenplexfs.rpc.certificates import Pair, check_pair, make_authority
+
     certificate, key = directory / f"{_AUTHORITY}.pem", directory / f"{_AUTHORITY}.key"
     if not certificate.exists():
         authority = make_authority(now)

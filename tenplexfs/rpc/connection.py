@@ -1,25 +1,21 @@
-"""Blocking calls of a daemon, by the names in the protos; `in_thread` is how trio makes them."""
+"""Blocking calls of a daemon, by the names in the protos; `threads.in_thread` is how trio makes them."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
-import trio
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import Message
-from outcome import capture
 
 from tenplexfs._pb import control_pb2, dataset_pb2, local_pb2, peer_pb2, registry_pb2
 from tenplexfs.errors import UnavailableError
 from tenplexfs.rpc.errors import CLIENT_METADATA, error_of
 
-__all__ = ["OPTIONS", "SERVICES", "Cancel", "Connection", "in_thread"]
-
-T = TypeVar("T")
+__all__ = ["OPTIONS", "SERVICES", "Cancel", "Connection"]
 
 OPTIONS: tuple[tuple[str, int], ...] = (
     # Layouts written out are tens of MiB.
@@ -185,27 +181,3 @@ def _method(name: str) -> tuple[str, Callable[[bytes], Message]]:
 def _encode(message: Message) -> bytes:
     encoded: bytes = message.SerializeToString()
     return encoded
-
-
-async def in_thread(call: Callable[[Cancel], T], *, limiter: trio.CapacityLimiter | None = None) -> T:
-    """Returns what ``call`` returns, made in a worker thread; ends it when the task is cancelled.
-
-    ``call`` hands the gRPC call that it waits for to `Cancel.watch`.
-    """
-    cancel = Cancel()
-    has_returned = False
-
-    async def cancel_with_task() -> None:
-        try:
-            await trio.sleep_forever()
-        finally:
-            if not has_returned:
-                cancel.cancel()
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(cancel_with_task)
-        result = await trio.to_thread.run_sync(capture, call, cancel, limiter=limiter)
-        has_returned = True
-        nursery.cancel_scope.cancel()
-    await trio.lowlevel.checkpoint_if_cancelled()
-    return result.unwrap()

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import grpc
-import trio
 
 from tenplexfs.errors import TenplexError, TimedOutError, UnavailableError, error_from_code
 
@@ -49,6 +48,8 @@ def answer(context: grpc.ServicerContext, call: Callable[[], T]) -> T:
 
     This is the boundary of the rpc edge: every handler is called through it.
     """
+    import trio  # here: servers have it, and the command line starts without
+
     try:
         return call()
     except (trio.Cancelled, trio.RunFinishedError):

@@ -12,8 +12,9 @@ from google.protobuf.message import Message
 from tenplexfs._pb import peer_pb2
 from tenplexfs.core.snapshot import JobName, NodeName, TxId
 from tenplexfs.errors import CorruptError, NotFoundError, TimedOutError, UnavailableError
-from tenplexfs.rpc.connection import Cancel, Connection, in_thread
+from tenplexfs.rpc.connection import Cancel, Connection
 from tenplexfs.rpc.retries import Retries
+from tenplexfs.rpc.threads import in_thread
 from tenplexfs.rpc.wire import FETCH, FetchRequest, checked, split
 from tenplexfs.runtime.protocols import Ranges
 

@@ -10,9 +10,10 @@ from google.protobuf.message import Message
 from tenplexfs._pb import registry_pb2
 from tenplexfs.core.snapshot import Head, JobName
 from tenplexfs.errors import DeniedError, TimedOutError, UnavailableError
-from tenplexfs.rpc.connection import Cancel, Connection, in_thread
+from tenplexfs.rpc.connection import Cancel, Connection
 from tenplexfs.rpc.messages import head_of, head_to_pb
 from tenplexfs.rpc.retries import Retries
+from tenplexfs.rpc.threads import in_thread
 from tenplexfs.runtime.protocols import Lock, RegistryEvent
 from tenplexfs.storage.registry_sqlite import SqliteRegistry
 

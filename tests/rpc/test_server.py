@@ -21,7 +21,8 @@ from tenplexfs.errors import (
     TimedOutError,
     UnavailableError,
 )
-from tenplexfs.rpc.connection import Connection, in_thread
+from tenplexfs.rpc.connection import Connection
+from tenplexfs.rpc.threads import in_thread
 from tenplexfs.rpc.wire import FETCH, FetchRequest
 from tests.rpc.fakes import Arrays, Local, running
 

@@ -10,9 +10,10 @@ import pytest
 from tenplexfs._pb import peer_pb2
 from tenplexfs.errors import DeniedError, InvalidError, UnavailableError
 from tenplexfs.rpc.certificates import Pair, check_pair, hosts_of, make_authority, make_node
-from tenplexfs.rpc.connection import Connection, in_thread
+from tenplexfs.rpc.connection import Connection
 from tenplexfs.rpc.peer_client import PeerClient
 from tenplexfs.rpc.registry_client import LocalRegistry, RemoteRegistry
+from tenplexfs.rpc.threads import in_thread
 from tenplexfs.rpc.tls import Access, Identity, read_token
 from tenplexfs.storage.registry_sqlite import SqliteRegistry
 from tests.rpc.fakes import running
