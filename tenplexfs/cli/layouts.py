@@ -187,8 +187,9 @@ def make(
         )
     text = show.layout_text(layout)
     build_ptc(parse_layout(text))
+    notes += [f"{node}: no rank is left for it" for node in named if node not in layout["nodes"]]
     for line in notes:
-        show.note(f"note: {line}")
+        show.note("note: " + line.replace("\n", "\\n"))
     if output is None:
         typer.echo(text, nl=False)
         return

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from tenplexfs.core.cells import Cells, boxed_cells, check_cells, flat_runs, flattened
+from tenplexfs.core.dtypes import check_shape
 from tenplexfs.core.explicit import explicit_cells
 from tenplexfs.core.layout import (
     Axis,
@@ -164,9 +165,10 @@ class _Builder:
                 raise InvalidError(f"{what}: its dtype is not given (dtype, --global or a committed job)")
             if len(dtypes) > 1:
                 raise InvalidError(f"{what}: need one dtype on all ranks, got {sorted(map(str, dtypes))}")
-            shape = explicit.shapes[path]
+            shape, dtype = explicit.shapes[path], str(dtypes.pop())
+            check_shape(what, shape, dtype)
             table = self._intern_table(what, explicit_cells(what, shape, held))
-            yield Placement(path, Tensor(path, shape, str(dtypes.pop())), table, everywhere)
+            yield Placement(path, Tensor(path, shape, dtype), table, everywhere)
 
     def _grouped(self, placements: list[Placement]) -> Iterator[Placement]:
         """Replaces the members of flat groups by their runs."""

@@ -14,6 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
+from tenplexfs.core.dtypes import MAX_TENSOR_BYTES
 from tenplexfs.core.layout import Cut, FlatCut, Mesh, Section, axis_text
 from tenplexfs.core.region import Boxes, Ints, box_volumes, find_overlap, join, runs_to_boxes, union_volume
 from tenplexfs.errors import InvalidError
@@ -359,6 +360,8 @@ def check_cells(what: str, cells: Cells) -> None:
         InvalidError: Something is out of bounds, overlaps, or the volumes do not sum; names the values.
     """
     ndim, size = len(cells.shape), np.array(cells.shape, np.int64)
+    if len(cells.local_shapes) and cells.local_shapes.astype(float).prod(axis=1).max() > MAX_TENSOR_BYTES:
+        raise InvalidError(f"{what}: padded to more than {MAX_TENSOR_BYTES} elements on a rank")
     outside = (
         (cells.pieces[:, 0] < 0) | (cells.pieces[:, 0] > cells.pieces[:, 1]) | (cells.pieces[:, 1] > size)
     ).any(axis=1)

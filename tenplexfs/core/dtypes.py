@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import cache
 
 import ml_dtypes
@@ -9,7 +11,12 @@ import numpy as np
 
 from tenplexfs.errors import InvalidError
 
-__all__ = ["EXTENDED", "dtype_name", "dtype_of", "itemsize_of"]
+__all__ = ["EXTENDED", "MAX_TENSOR_BYTES", "check_shape", "dtype_name", "dtype_of", "itemsize_of"]
+
+MAX_TENSOR_BYTES = 1 << 60
+"""So that sums over a tensor and its padding fit int64."""
+
+_MAX_NDIM = 32  # the most that every numpy reads
 
 EXTENDED: dict[str, np.dtype[np.generic]] = {
     name: np.dtype(getattr(ml_dtypes, name))
@@ -61,3 +68,17 @@ def dtype_name(dtype: np.dtype[np.generic]) -> str:
 def itemsize_of(name: str) -> int:
     """Returns the bytes of one element of the type called ``name``."""
     return dtype_of(name).itemsize
+
+
+def check_shape(what: str, shape: Sequence[int], dtype: str) -> None:
+    """Refuses a tensor that no file can be.
+
+    Raises:
+        InvalidError: A size is negative, there are too many dims, or the bytes cannot be counted.
+    """
+    if any(n < 0 for n in shape):
+        raise InvalidError(f"{what}: shape: need sizes >= 0, got {list(shape)}")
+    if len(shape) > _MAX_NDIM:
+        raise InvalidError(f"{what}: {len(shape)} dims, at most {_MAX_NDIM}")
+    if math.prod(max(n, 1) for n in shape) * itemsize_of(dtype) > MAX_TENSOR_BYTES:
+        raise InvalidError(f"{what}: shape {list(shape)} of {dtype}: more than {MAX_TENSOR_BYTES} bytes")

@@ -200,7 +200,7 @@ def _entries(facts: _Facts, mesh: Mapping[str, int]) -> tuple[dict[str, Any], li
             unknown[key] = None
         elif "tp" in mesh and (cut := _cut(facts, path, kind)):
             entry["shard"] = [cut]
-            if cut.get("rule") == "ceil":
+            if "rule" in cut and not _divides(cut, shape, facts.tp):
                 widths = [
                     item if isinstance(item, int) else item["width"]
                     for item in cut.get("sections", [shape[cut["dim"]]])
@@ -328,9 +328,15 @@ def _cut(facts: _Facts, path: str, kind: Kind) -> dict[str, Any] | None:
     cut: dict[str, Any] = {"axis": "tp", "dim": dim}
     if len(sections) > 1 or isinstance(sections[0], dict):
         cut["sections"] = sections
-    if any(isinstance(section, int) and section % facts.tp for section in sections):
+    # A vocabulary that divides by these ranks need not by those of the next mesh: no plan should end there.
+    if not _divides(cut, shape, facts.tp) or _LAYER.fullmatch(path) is None:
         cut["rule"] = "ceil"
     return cut
+
+
+def _divides(cut: Mapping[str, Any], shape: Sequence[int], ways: int) -> bool:
+    sections = cut.get("sections", [shape[cut["dim"]]])
+    return not any(isinstance(section, int) and section % ways for section in sections)
 
 
 def _equal(path: str, size: int, parts: int) -> list[int]:

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from tenplexfs.core.dtypes import itemsize_of
+from tenplexfs.core.dtypes import check_shape
 from tenplexfs.core.region import Ints, Region
 from tenplexfs.core.snapshot import NodeName, check_node_name
 from tenplexfs.errors import InvalidError
@@ -48,6 +48,8 @@ Rule = Literal["exact", "ceil", "balanced"]
 _INDEX = re.compile(r"\{([A-Za-z_]\w*)(?:\+(\d+))?\}")
 _BRACES = " (a tensor whose own name has braces needs the explicit form, 'ranks')"
 _MAX_RANKS = 1 << 17
+_MAX_TENSORS = 1 << 20
+_MAX_PADDING = 1 << 40  # elements; times the ways it still fits int64
 
 
 def axis_text(axis: Axis) -> str:
@@ -138,8 +140,14 @@ class Cut:
             raise InvalidError(f"shard of dim {self.dim}: give one of {' and '.join(given)}")
         if self.dim < 0:
             raise InvalidError(f"shard: dim: need >= 0, got {self.dim}")
-        if self.pad_multiple is not None and self.pad_multiple < 1:
-            raise InvalidError(f"shard of dim {self.dim}: pad_multiple: need >= 1, got {self.pad_multiple}")
+        if self.pad_multiple is not None and not 1 <= self.pad_multiple <= _MAX_PADDING:
+            raise InvalidError(
+                f"shard of dim {self.dim}: pad_multiple: need 1 to {_MAX_PADDING}, got {self.pad_multiple}"
+            )
+        if self.pad_to is not None and self.pad_to > _MAX_PADDING:
+            raise InvalidError(
+                f"shard of dim {self.dim}: pad_to: need at most {_MAX_PADDING}, got {self.pad_to}"
+            )
 
     @property
     def speaks_of_global(self) -> bool:
@@ -157,8 +165,10 @@ class FlatCut:
     pad_to_multiple: int = 1
 
     def __post_init__(self) -> None:
-        if self.pad_to_multiple < 1:
-            raise InvalidError(f"flat shard: pad_to_multiple: need >= 1, got {self.pad_to_multiple}")
+        if not 1 <= self.pad_to_multiple <= _MAX_PADDING:
+            raise InvalidError(
+                f"flat shard: pad_to_multiple: need 1 to {_MAX_PADDING}, got {self.pad_to_multiple}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +206,8 @@ class TensorEntry:
     alias: str | None = None
 
     def __post_init__(self) -> None:
-        itemsize_of(self.dtype)
         what = f"tensor {self.key!r}"
-        if any(n < 0 for n in self.shape):
-            raise InvalidError(f"{what}: shape: need sizes >= 0, got {list(self.shape)}")
+        check_shape(what, self.shape, self.dtype)
         written = {name for name, _ in _INDEX.findall(self.key)}
         counted = {name for name, _ in self.count}
         if written != counted:
@@ -261,9 +269,9 @@ class FlatGroup:
     pad_to_multiple: int = 1
 
     def __post_init__(self) -> None:
-        if self.align < 1 or self.pad_to_multiple < 1:
+        if not (1 <= self.align <= _MAX_PADDING and 1 <= self.pad_to_multiple <= _MAX_PADDING):
             raise InvalidError(
-                f"flat group {self.name!r}: need align and pad_to_multiple >= 1, "
+                f"flat group {self.name!r}: need align and pad_to_multiple from 1 to {_MAX_PADDING}, "
                 f"got {self.align} and {self.pad_to_multiple}"
             )
         if len(set(self.members)) != len(self.members):
@@ -332,6 +340,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         size = self.mesh.size
+        tensors = sum(math.prod(n for _, n in entry.count) for entry in self.tensors)
+        if tensors > _MAX_TENSORS:
+            raise InvalidError(f"tensors: their counts give {tensors}, at most {_MAX_TENSORS}")
         for name, mesh in self.meshes:
             if mesh.size != size:
                 raise InvalidError(f"mesh {name!r}: {mesh.size} ranks, the main mesh has {size}")

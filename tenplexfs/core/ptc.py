@@ -272,6 +272,10 @@ def check_tensor_path(path: str) -> None:
     Raises:
         InvalidError: A component is empty, dots only, too long, or holds NUL.
     """
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidError(f"tensor path {path!r}: no UTF-8 text: {error}") from None
     for component in path.split("/"):
         if not component or set(component) <= {"."} or len(component.encode()) > 240 or "\0" in component:
             raise InvalidError(f"tensor path {path!r}: component {component!r} is no name of a file here")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -181,7 +182,9 @@ def _dataset(given: _Dataset | None) -> Dataset | None:
 def _entries(tensors: Mapping[str, Any]) -> tuple[TensorEntry, ...]:
     given = {as_path(key): convert(f"tensor {key!r}", raw, _Tensor) for key, raw in tensors.items()}
     if len(given) < len(tensors):
-        raise InvalidError("tensors: two keys differ only in dots and slashes")
+        same = Counter(map(as_path, tensors)).most_common(1)[0][0]
+        keys = " and ".join(repr(key) for key in tensors if as_path(key) == same)
+        raise InvalidError(f"tensors: {keys} are one path: a dot is read as a slash")
     return tuple(_entry(key, _resolved(key, given, ())) for key in given)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 
+from tenplexfs.core.build import build_ptc
+from tenplexfs.core.derive import derive_layout
 from tenplexfs.core.families import make_layout
 from tenplexfs.errors import InvalidError
+from tenplexfs.formats.layout_json import parse_layout
 
 MESH = {"pp": 2, "dp": 1, "tp": 2}
 NODES = ["node0", "node1"]
@@ -168,6 +172,14 @@ def test_a_dim_that_does_not_divide_is_cut_by_ceil_and_said_so():
     assert owner == [0, 0, 1, 1, 2, 3]
     assert len(notes) == 1
     assert "embeddings/word_embeddings/weight (dim 0 of 30522 over tp 4)" in notes[0]
+
+
+def test_a_vocabulary_that_divides_here_is_cut_for_meshes_by_which_it_does_not():
+    layout, notes = make_layout(bert(), mesh={"pp": 2, "dp": 1, "tp": 2}, nodes=NODES)
+    assert notes == []
+    derived = build_ptc(derive_layout(parse_layout(json.dumps(layout)), {"tp": 4, "pp": 1}))
+    rows = [derived.shard(rank, "embeddings/word_embeddings/weight").local_shape[0] for rank in range(4)]
+    assert rows == [7631, 7631, 7631, 7629]
 
 
 def test_gpt2_has_conv1d_weights_and_its_fused_matrix_is_never_guessed():
