@@ -20,7 +20,7 @@ import trio
 from tenplexfs.core.order import Order
 from tenplexfs.core.partition import Partition, RankRows
 from tenplexfs.core.snapshot import NodeName
-from tenplexfs.errors import CorruptError, TenplexError, TimedOutError, UnavailableError
+from tenplexfs.errors import CorruptError, InvalidError, TenplexError, TimedOutError, UnavailableError
 from tenplexfs.runtime.sample_peers import SamplePeers
 from tenplexfs.storage.samples.source import IndexedSamples, SampleFailure, SamplesError
 
@@ -184,6 +184,8 @@ class Window:
 
     async def read(self, rows: RankRows, begin: int, end: int, skip: int, size: int) -> memoryview:
         """Returns bytes [skip, skip + size) of the samples of rows [begin, end), one after another."""
+        if not 0 <= begin < end <= rows.count:
+            raise InvalidError(f"rows [{begin}, {end}): the rank has {rows.count}")
         with trio.move_on_after(self._timeout_s) as waited:
             return await self._read(rows, begin, end, skip, size)
         assert waited.cancelled_caught  # the only way here
@@ -209,8 +211,8 @@ class Window:
             try:
                 at = self._copy(chunk, begin, end, out, at)
             except (UnavailableError, TimedOutError):
-                if stream.chunks.get(number) is chunk:  # whoever asks again has it fetched again
-                    del stream.chunks[number]
+                if stream.chunks.get(number) is chunk:  # whoever asks again has what is missing fetched again
+                    self._keep(stream.chunks.pop(number))
                 raise
         self._went_on(stream, begin, end)
         return out.data

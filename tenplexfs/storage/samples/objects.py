@@ -138,7 +138,10 @@ class ObjectReader:
         for batch, ranges in enumerate(wanted):
             joined = join_ranges(ranges, gap_bytes=limits.gap_bytes, request_bytes=limits.request_bytes)
             for block in joined:
-                future = self._pool.submit(self._fetch, ranges, block, out, deadline)
+                try:
+                    future = self._pool.submit(self._fetch, ranges, block, out, deadline)
+                except RuntimeError as error:  # of a pool that is shut down
+                    raise UnavailableError(f"{ranges.file}: the reader is closed") from error
                 running.append((batch, block, future))
         failed: dict[tuple[int, int], TenplexError] = {}
         for batch, _, future in running:

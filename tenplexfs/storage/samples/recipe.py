@@ -21,6 +21,9 @@ __all__ = ["KINDS", "BuiltFile", "Recipe", "build_index", "file_digest", "make_r
 
 KINDS = ("npy", "npz", "records", "megatron", "tenplex", "files")
 _PARALLEL = 64
+# Less than a read waits: what else came with a sample that fails is there in time.
+_REQUEST_S = 15.0
+_DEADLINE_S = 30.0
 _CHUNK_BYTES = 1 << 22
 
 
@@ -67,7 +70,8 @@ class BuiltFile:
 
 def make_reader() -> RangeReader:
     """Returns what reads paths and URLs; stores are configured by the environment (``AWS_...``)."""
-    return RoutedReader(LocalReader(), ObjectReader(limits=Limits(parallel=_PARALLEL)))
+    limits = Limits(parallel=_PARALLEL, request_s=_REQUEST_S, deadline_s=_DEADLINE_S)
+    return RoutedReader(LocalReader(), ObjectReader(limits=limits))
 
 
 def build_index(recipe: Recipe, directory: Path, progress: Path) -> BuiltFile:
