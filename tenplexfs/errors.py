@@ -42,8 +42,9 @@ class TenplexError(Exception):
     exit_status: ClassVar[int] = 1
 
     def __init__(self, message: str, **details: object) -> None:
-        super().__init__(message)
-        self.message = message
+        # One line: names from outside may hold others.
+        self.message = message.replace("\r", "\\r").replace("\n", "\\n")
+        super().__init__(self.message)
         self.details = details
 
 

@@ -74,6 +74,9 @@ def with_nodes(layout: Layout, nodes: Mapping[str, int | None]) -> Layout:
         InvalidError: There are fewer devices than ranks.
     """
     size = layout.mesh.size
+    for node, given in nodes.items():
+        if given is not None and given < 0:
+            raise InvalidError(f"nodes: {node}: need a number of devices >= 0, got {given}")
     open_nodes = [node for node, devices in nodes.items() if devices is None]
     left = size - sum(devices for devices in nodes.values() if devices is not None)
     shares = iter(len(part) for part in np.array_split(range(max(left, 0)), len(open_nodes) or 1))

@@ -50,6 +50,7 @@ _BRACES = " (a tensor whose own name has braces needs the explicit form, 'ranks'
 _MAX_RANKS = 1 << 17
 _MAX_TENSORS = 1 << 20
 _MAX_PADDING = 1 << 40  # elements; times the ways it still fits int64
+_MAX_BATCH = 1 << 48
 
 
 def axis_text(axis: Axis) -> str:
@@ -350,6 +351,9 @@ class Layout:
             check_node_name(name)
         if self.nodes:
             self._check_nodes(size)
+        for name, devices in self.devices:
+            if devices < 0:
+                raise InvalidError(f"nodes: {name}: need a number of devices >= 0, got {devices}")
         if self.devices and sum(n for _, n in self.devices) < size:
             raise InvalidError(
                 f"nodes: {sum(n for _, n in self.devices)} devices on {len(self.devices)} nodes, "
@@ -361,6 +365,10 @@ class Layout:
             raise InvalidError(f"ranks: {len(self.explicit.ranks)} given, the mesh has {size}")
         if self.dataset is not None:
             self.mesh.size_of(self.dataset.axis)
+            if not 1 <= self.dataset.global_batch <= _MAX_BATCH:
+                raise InvalidError(
+                    f"dataset: global_batch: need 1 to {_MAX_BATCH}, got {self.dataset.global_batch}"
+                )
 
     def _check_nodes(self, size: int) -> None:
         seen: dict[int, str] = {}

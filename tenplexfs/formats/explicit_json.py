@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -11,24 +11,27 @@ from tenplexfs.core.layout import ExplicitShard
 from tenplexfs.core.region import Region
 from tenplexfs.errors import InvalidError
 
-__all__ = ["as_path", "convert", "leaf_json", "read_leaves"]
+__all__ = ["Size", "as_path", "convert", "leaf_json", "read_leaves"]
 
 _Struct = TypeVar("_Struct")
 
+Size = Annotated[int, msgspec.Meta(ge=-(1 << 48), le=1 << 48)]
+"""A number in a layout: sums and products of a few stay in 64 bits. Below 0 the core's words are clearer."""
+
 
 class _Box(msgspec.Struct, forbid_unknown_fields=True):
-    start: list[int]
-    stop: list[int]
+    start: list[Size]
+    stop: list[Size]
 
 
 class _Piece(msgspec.Struct, forbid_unknown_fields=True):
-    start: list[int]
-    stop: list[int]
-    at: list[int]
+    start: list[Size]
+    stop: list[Size]
+    at: list[Size]
 
 
 class _Leaf(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    tensor: list[int]
+    tensor: list[Size]
     dtype: str | None = None
     pieces: list[_Piece] | None = None
     padding: list[_Box] = []

@@ -25,42 +25,43 @@ from tenplexfs.core.layout import (
 )
 from tenplexfs.core.snapshot import NodeName
 from tenplexfs.errors import InvalidError
-from tenplexfs.formats.explicit_json import as_path, convert, leaf_json, read_leaves
+from tenplexfs.formats.explicit_json import Size, as_path, convert, leaf_json, read_leaves
 
 __all__ = ["layout_digest", "layout_text", "layout_to_json", "parse_layout"]
 
 _FORMAT, _VERSION = "tenplexfs-layout", 1
+_MAX_CHAIN = 100
 
 
 class _Section(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    width: int
-    ways: int | None = None
+    width: Size
+    ways: Size | None = None
 
 
 class _Shard(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     axis: str | list[str]
-    dim: int | None = None
+    dim: Size | None = None
     rule: Literal["exact", "ceil", "balanced"] = "exact"
-    cuts: list[int] | None = None
-    sections: list[int | _Section] | None = None
-    pad_to: int | None = None
-    pad_multiple: int | None = None
+    cuts: list[Size] | None = None
+    sections: list[Size | _Section] | None = None
+    pad_to: Size | None = None
+    pad_multiple: Size | None = None
     flat: bool = False
-    pad_to_multiple: int | None = None
+    pad_to_multiple: Size | None = None
 
 
 class _ByIndex(msgspec.Struct, forbid_unknown_fields=True):
     by: str
-    owner: list[int | list[int]]
+    owner: list[Size | list[Size]]
 
 
 class _Tensor(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    shape: list[int] | None = None
+    shape: list[Size] | None = None
     dtype: str | None = None
     shard: list[_Shard] | None = None
-    on: dict[str, int | list[int] | _ByIndex] | None = None
+    on: dict[str, Size | list[Size] | _ByIndex] | None = None
     mesh: str | None = None
-    count: int | dict[str, int] | None = None
+    count: Size | dict[str, Size] | None = None
     flat: str | None = None
     like: str | None = None
     then: list[_Shard] | None = None
@@ -70,13 +71,13 @@ class _Tensor(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 class _Group(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     members: list[str]
     axis: str | list[str]
-    align: int = 1
-    pad_to_multiple: int = 1
+    align: Size = 1
+    pad_to_multiple: Size = 1
 
 
 class _Dataset(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     axis: str | list[str]
-    global_batch: int
+    global_batch: Size
     uneven: Literal["balanced"] | None = None
     tail: Literal["drop", "keep"] | None = None
     context: dict[str, Any] | None = None
@@ -85,14 +86,14 @@ class _Dataset(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 class _Layout(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, rename={"shapes": "global"}):
     format: Literal["tenplexfs-layout"]
     version: Literal[1]
-    mesh: dict[str, int] | None = None
-    meshes: dict[str, dict[str, int]] = {}
-    nodes: dict[str, int | list[int]] = {}
+    mesh: dict[str, Size] | None = None
+    meshes: dict[str, dict[str, Size]] = {}
+    nodes: dict[str, Size | list[Size]] = {}
     keep_together: list[str] = []
     tensors: dict[str, msgspec.Raw] = {}
     flat_groups: dict[str, _Group] = {}
     ranks: list[dict[str, Any]] | None = None
-    shapes: dict[str, list[int]] = {}
+    shapes: dict[str, list[Size]] = {}
     dataset: _Dataset | None = None
 
 
@@ -162,9 +163,13 @@ def _load(text: str | bytes) -> Any:  # noqa: ANN401 - JSON of any shape
         return out
 
     try:
-        return json.loads(text, object_pairs_hook=unique)
+        raw = json.loads(text, object_pairs_hook=unique)
+        if ("\\ud" if isinstance(text, str) else b"\\ud") in text.lower():  # type: ignore[operator]
+            # half of a surrogate pair is no character, and no file or message can carry it
+            json.dumps(raw, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise InvalidError(f"layout: no valid JSON: {error}") from None
+    return raw
 
 
 def _axis(axis: str | list[str]) -> Axis:
@@ -190,6 +195,8 @@ def _entries(tensors: Mapping[str, Any]) -> tuple[TensorEntry, ...]:
 
 def _resolved(key: str, given: Mapping[str, _Tensor], seen: tuple[str, ...]) -> _Tensor:
     """Returns the entry with what it takes over by ``like`` or ``alias``."""
+    if len(seen) > _MAX_CHAIN:
+        raise InvalidError(f"tensor {seen[0]!r}: like and alias go through more than {_MAX_CHAIN} entries")
     if key in seen:
         raise InvalidError(f"tensor {seen[0]!r}: like and alias go in a circle: {' -> '.join([*seen, key])}")
     own = given[key]
