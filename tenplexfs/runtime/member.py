@@ -212,7 +212,7 @@ class Member:
                 stage_part, order.old_layout_json, order.new_layout_json, order.drop, self.node
             )
             expanded = part.expanded
-        # Before anything is staged: an index that cannot be had refuses the switch, and what takes time is done.
+        # Before anything is staged: an index that cannot be had refuses the switch.
         await self._datasets_of(order.settings_json, expanded.ptc, order.snapshot.step)
         ingest = self.store.ingest(
             order.job,

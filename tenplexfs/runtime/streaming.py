@@ -1,8 +1,8 @@
 """Samples that are not on this machine: fetched ahead in the order of consumption, within a window of memory.
 
 The window is made of chunks, about a MiB of a rank's rows each. Half of it is for what is ahead of the
-readers of this generation; the other half keeps what was read or belongs to the generation before, for peers and for
-whoever reads on. A sample is taken from this node's chunks, else from the peers that hold it by the new or
+readers of this generation; the other half keeps what was read or belongs to the generation before, for peers
+and for whoever reads on. A sample is taken from this node's chunks, else from the peers that hold it by the new or
 the old partition, else from its source. A read that jumps out of the window waits for exactly its bytes.
 """
 
@@ -82,6 +82,12 @@ class _Chunk:
     @property
     def nbytes(self) -> int:
         return int(self.edges[-1])
+
+    def is_spoilt(self, begin: int, end: int) -> bool:
+        """Returns whether rows of [begin, end) failed in a way that may pass."""
+        failed = [error for row, error in self.failed.items() if begin <= row < end]
+        errors = failed if self.error is None else [self.error]
+        return any(isinstance(error, UnavailableError | TimedOutError) for error in errors)
 
     def find(self, ids: _Ints) -> tuple[_Ints, _Ints]:
         """Returns which of ``ids``, by position, are here, and at which row of the chunk."""
@@ -195,25 +201,23 @@ class Window:
         stream = self._stream(rows)
         self._jump(stream, begin)
         near = abs(begin - stream.position) <= stream.chunk_rows
-        parts: list[tuple[int, _Chunk]] = []
+        parts: list[_Chunk] = []
         for number in range(begin // stream.chunk_rows, -(-end // stream.chunk_rows)):
             chunk = stream.chunks.get(number)
+            if chunk is not None and chunk.is_spoilt(begin, end):  # what is missing is fetched again
+                self._keep(stream.chunks.pop(number))
+                chunk = None
             if chunk is None and near:
                 chunk = self._begin(stream, number)
             if chunk is None:  # out of the window: exactly these
                 low, high = number * stream.chunk_rows, (number + 1) * stream.chunk_rows
                 chunk = self._chunk(rows, max(begin, low), min(end, high))
                 self._nursery.start_soon(self._fill, chunk, stream)
-            parts.append((number, chunk))
+            parts.append(chunk)
         out, at = np.empty(size, np.uint8), -skip
-        for number, chunk in parts:
+        for chunk in parts:
             await chunk.ended.wait()
-            try:
-                at = self._copy(chunk, begin, end, out, at)
-            except (UnavailableError, TimedOutError):
-                if stream.chunks.get(number) is chunk:  # whoever asks again has what is missing fetched again
-                    self._keep(stream.chunks.pop(number))
-                raise
+            at = self._copy(chunk, begin, end, out, at)
         self._went_on(stream, begin, end)
         return out.data
 

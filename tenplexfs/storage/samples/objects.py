@@ -140,8 +140,8 @@ class ObjectReader:
             for block in joined:
                 try:
                     future = self._pool.submit(self._fetch, ranges, block, out, deadline)
-                except RuntimeError as error:  # of a pool that is shut down
-                    raise UnavailableError(f"{ranges.file}: the reader is closed") from error
+                except RuntimeError as closed:  # of a pool that is shut down
+                    raise UnavailableError(f"{ranges.file}: the reader is closed") from closed
                 running.append((batch, block, future))
         failed: dict[tuple[int, int], TenplexError] = {}
         for batch, _, future in running:
