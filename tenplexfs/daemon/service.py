@@ -245,6 +245,8 @@ class Service:
 
 def _target(request: control_pb2.PlanRequest | control_pb2.ReconfigureRequest) -> Target:
     mesh = {axis.name: axis.size for axis in request.mesh}
+    if len(mesh) < len(request.mesh):
+        raise InvalidError(f"mesh: an axis is named twice in {[axis.name for axis in request.mesh]}")
     nodes: dict[NodeName, int] = {check_node_name(name): count for name, count in request.nodes.items()}
     if request.layout_json and (mesh or nodes):
         raise InvalidError("give a layout, or a mesh with or without nodes, not both")

@@ -17,6 +17,7 @@ from tenplexfs.core.snapshot import JobName
 from tenplexfs.daemon.config import Config
 from tenplexfs.daemon.transactions import Transactions
 from tenplexfs.errors import NotFoundError
+from tenplexfs.formats.requests import without_requests
 from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.member import Member, Shown
 from tenplexfs.runtime.orders import Progress
@@ -101,7 +102,7 @@ class View:
             mesh=[control_pb2.Axis(name=name, size=size) for name, size in ptc.layout.mesh.axes],
             nodes={node: control_pb2.RankList(ranks=ranks) for node, ranks in ptc.nodes.items()},
             layout_json=shown.view.layout_json.decode(),
-            settings_json=shown.settings_json.decode(),
+            settings_json=without_requests(shown.settings_json).decode(),
             survives_node_losses=shown.survives_node_losses,
         )
 

@@ -14,6 +14,7 @@ from tenplexfs.core.cursor import Cursor, Tail
 from tenplexfs.core.datasets import DatasetState, spread_of
 from tenplexfs.errors import CorruptError, InvalidError, NotFoundError
 from tenplexfs.formats.layout_json import parse_layout
+from tenplexfs.formats.requests import without_requests
 
 __all__ = [
     "begin_datasets",
@@ -42,7 +43,7 @@ def check_dataset_name(text: str) -> str:
 
 def plain_settings(settings_json: bytes) -> bytes:
     """Returns the settings without the datasets: what a person gave."""
-    settings = _settings(settings_json)
+    settings = _settings(without_requests(settings_json))
     settings.pop("datasets", None)
     return json.dumps(settings, sort_keys=True).encode()
 

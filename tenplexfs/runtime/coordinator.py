@@ -27,6 +27,7 @@ from tenplexfs.errors import (
     UnavailableError,
 )
 from tenplexfs.formats.dataset_settings import begin_datasets, plain_settings, plan_datasets
+from tenplexfs.formats.requests import add_request, has_request, request_key
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.heads import HeadMover
 from tenplexfs.runtime.orders import Description, NodeCalls, Progress, Report, StageOrder
@@ -173,13 +174,14 @@ class Coordinator:
             NotFoundError, InvalidError, ConflictError, NoRoomError, UnavailableError: Nothing changed.
         """
         report(Progress("planning"))
-        job, txid = change.job, self._txid(change.job, change.request_id)
+        job, request = change.job, request_key(change.job, change.request_id)
         if stop is not None:
             # Without the lock, for what they save on their way commits under it.
             _, heads = await self._registry.heads()
             now = _existing(job, heads.get(job))
-            found = await self._wanted(change, now, await self.describe(job, now))
-            if txid != now.snapshot.txid and found.digest != now.layout_digest:
+            known = await self.describe(job, now)
+            found = await self._wanted(change, now, known)
+            if not has_request(known.settings_json, request) and found.digest != now.layout_digest:
                 check_expected(now, change.expected_generation)
                 self._check_known(found)
                 await stop(now)
@@ -188,12 +190,14 @@ class Coordinator:
         async def body(lock: Lock, head: Head | None) -> Head:
             head = _existing(job, head)
             base = await self.describe(job, head)
+            if has_request(base.settings_json, request):
+                return head
             wanted = await self._wanted(change, head, base)
-            if txid == head.snapshot.txid or wanted.digest == head.layout_digest:
+            if wanted.digest == head.layout_digest:
                 return head
             check_expected(head, change.expected_generation)
             self._check_known(wanted)
-            snapshot = next_snapshot(head, txid, step=head.snapshot.step)
+            snapshot = next_snapshot(head, self._txid(request, head), step=head.snapshot.step)
             datasets = await self._planned_datasets(base, head, wanted)
             base = await self._begun(base, head, head.snapshot.step, wanted)
             source = None if head.snapshot.step is None else _Base(head.snapshot.txid, base.layout_json)
@@ -211,13 +215,13 @@ class Coordinator:
                 wanted,
                 source,
                 change.drop,
-                base.settings_json,
+                add_request(base.settings_json, request),
                 planned,
                 report,
                 values=values,
             )
 
-        return await self._heads.under_lock(job, f"{self._node}:{txid}", body, patience_s=_SAVE_S)
+        return await self._heads.under_lock(job, self._owner(request), body, patience_s=_SAVE_S)
 
     async def commit_save(self, saved: Saved) -> Head:
         """Commits a step that all ranks have saved; returns the head.
@@ -288,26 +292,34 @@ class Coordinator:
             TenplexError: As ``load`` or the nodes refuse it. Nothing changed.
         """
         report(Progress("planning"))
-        txid = self._txid(job, request_id)
+        request = request_key(job, request_id)
 
         async def body(lock: Lock, head: Head | None) -> Head:
             head = _existing(job, head)
-            if head.snapshot.txid == txid:
-                return head
             known = await self.describe(job, head)
+            if has_request(known.settings_json, request):
+                return head
             state = await load(known)
             wanted = await self._compute(resolve, Target(layout_json=known.layout_json), None, self._node)
             self._check_known(wanted)
             summary = await self._compute(plan_summary, state.layout_json, wanted.layout_json, ())
-            snapshot = next_snapshot(head, txid, step=state.step)
+            snapshot = next_snapshot(head, self._txid(request, head), step=state.step)
             known = await self._begun(known, head, state.step, wanted)
             source = _Base(state.txid, state.layout_json)
             planned = Progress("staging", plan=summary)
             return await self._switch(
-                lock, head, snapshot, wanted, source, (), known.settings_json, planned, report
+                lock,
+                head,
+                snapshot,
+                wanted,
+                source,
+                (),
+                add_request(known.settings_json, request),
+                planned,
+                report,
             )
 
-        return await self._heads.under_lock(job, f"{self._node}:{txid}", body)
+        return await self._heads.under_lock(job, self._owner(request), body)
 
     async def change_settings(
         self,
@@ -322,16 +334,16 @@ class Coordinator:
             NotFoundError: No such job.
             TenplexError: As ``change`` or the nodes refuse it. Nothing changed.
         """
-        txid = self._txid(job, request_id)
+        request = request_key(job, request_id)
 
         async def body(lock: Lock, head: Head | None) -> Head:
             head = _existing(job, head)
-            if head.snapshot.txid == txid:
-                return head
             known = await self.describe(job, head)
+            if has_request(known.settings_json, request):
+                return head
             wanted = await self._compute(resolve, Target(layout_json=known.layout_json), None, self._node)
-            settings_json = await change(known, head)
-            snapshot = next_snapshot(head, txid, step=head.snapshot.step)
+            settings_json = add_request(await change(known, head), request)
+            snapshot = next_snapshot(head, self._txid(request, head), step=head.snapshot.step)
             source = None if head.snapshot.step is None else _Base(head.snapshot.txid, known.layout_json)
             planned = Progress("staging")
             return await self._switch(
@@ -347,7 +359,7 @@ class Coordinator:
                 values=known.values,
             )
 
-        return await self._heads.under_lock(job, f"{self._node}:{txid}", body)
+        return await self._heads.under_lock(job, self._owner(request), body)
 
     async def _begun(self, base: Description, head: Head, step: int | None, wanted: Resolved) -> Description:
         """Returns ``base`` with its datasets begun anew, for a generation from ``step`` on."""
@@ -501,10 +513,15 @@ class Coordinator:
                 f"known: {', '.join(sorted(known))}"
             )
 
-    def _txid(self, job: JobName, request_id: str) -> TxId:
-        if not request_id:
+    def _txid(self, request: str, head: Head) -> TxId:
+        """Returns the name of what ``request`` makes of ``head``: no other snapshot of the job has it."""
+        if not request:
             return self._new_txid()
-        return TxId(hashlib.blake2b(f"{job}\0{request_id}".encode(), digest_size=8).hexdigest())
+        text = f"{request}\0{head.snapshot.txid}"
+        return TxId(hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
+
+    def _owner(self, request: str) -> str:
+        return f"{self._node}:{request or self._new_txid()}"
 
 
 def _existing(job: JobName, head: Head | None) -> Head:

@@ -185,7 +185,14 @@ def test_what_is_so_already_succeeds_and_a_request_runs_once(cluster):
         await move(cluster, mesh={"pp": 1, "tp": 4}, request_id="r1")
         await move(cluster, by=1, mesh={"pp": 4, "tp": 1}, request_id="r1")
         assert cluster.nodes[0].shown().id.generation == 2
-        with pytest.raises(ConflictError, match="expected 1, the job is at 2"):
+        first = cluster.nodes[0].shown().id.txid
+        await move(cluster, mesh={"pp": 2, "tp": 2}, request_id="r2")
+        await move(cluster, mesh={"pp": 1, "tp": 4}, request_id="r1")  # long done, whatever came after
+        assert cluster.nodes[1].shown().id.generation == 3
+        await move(cluster, mesh={"pp": 1, "tp": 4}, request_id="r3")
+        assert cluster.nodes[0].shown().id.txid != first
+        await cluster.check(WHOLE)
+        with pytest.raises(ConflictError, match="expected 1, the job is at 4"):
             await move(cluster, mesh={"pp": 4, "tp": 1}, expected_generation=1)
 
     run(main)
