@@ -2,8 +2,9 @@
 
 The window is made of chunks, about a MiB of a rank's rows each. Half of it is for what is ahead of the
 readers of this generation; the other half keeps what was read or belongs to the generation before, for peers
-and for whoever reads on. A sample is taken from this node's chunks, else from the peers that hold it by the new or
-the old partition, else from its source. A read that jumps out of the window waits for exactly its bytes.
+and for whoever reads on. A sample is taken from this node's chunks, else from the peers that hold it by the
+new or the old partition, else from its source. A read that jumps out of the window waits for exactly its
+bytes.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import trio
 
-from tenplexfs.core.order import Order
 from tenplexfs.core.partition import Partition, RankRows
 from tenplexfs.core.snapshot import NodeName
-from tenplexfs.errors import CorruptError, InvalidError, TenplexError, TimedOutError, UnavailableError
+from tenplexfs.errors import InvalidError, TenplexError, TimedOutError, UnavailableError
+from tenplexfs.runtime.sample_chunks import Chunk, Left, Stream, following
 from tenplexfs.runtime.sample_peers import SamplePeers
 from tenplexfs.storage.samples.source import IndexedSamples, SampleFailure, SamplesError
 
@@ -57,65 +58,6 @@ class Counts:
     here: int = 0
     peers: int = 0
     source: int = 0
-
-
-@dataclass(eq=False)
-class _Chunk:
-    """Rows [begin, end) of a stream. ``data`` is None while they come."""
-
-    epoch: int
-    begin: int
-    end: int
-    ids: _Ints
-    edges: _Ints
-    data: _Bytes | None = None
-    failed: dict[int, TenplexError] = field(default_factory=dict)  # by row
-    error: TenplexError | None = None  # of all of them
-    ended: trio.Event = field(default_factory=trio.Event)
-    delivered: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
-
-    def __post_init__(self) -> None:
-        self.delivered = np.zeros(len(self.ids), bool)
-        self.order = np.argsort(self.ids, kind="stable")
-        self.sorted = self.ids[self.order]
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.edges[-1])
-
-    def is_spoilt(self, begin: int, end: int) -> bool:
-        """Returns whether rows of [begin, end) failed in a way that may pass."""
-        failed = [error for row, error in self.failed.items() if begin <= row < end]
-        errors = failed if self.error is None else [self.error]
-        return any(isinstance(error, UnavailableError | TimedOutError) for error in errors)
-
-    def find(self, ids: _Ints) -> tuple[_Ints, _Ints]:
-        """Returns which of ``ids``, by position, are here, and at which row of the chunk."""
-        if self.data is None or not len(self.sorted):
-            return np.empty(0, np.int64), np.empty(0, np.int64)
-        at = np.minimum(np.searchsorted(self.sorted, ids), len(self.sorted) - 1)
-        which = np.flatnonzero(self.sorted[at] == ids)
-        rows = self.order[at[which]]
-        if self.failed:
-            good = np.array([self.begin + row not in self.failed for row in rows.tolist()], bool)
-            which, rows = which[good], rows[good]
-        return which, rows
-
-
-class _Stream:
-    """What a rank reads in an epoch; ``chunks`` by number, each of ``chunk_rows`` rows."""
-
-    def __init__(self, rows: RankRows, chunk_rows: int) -> None:
-        self.rows = rows
-        self.chunk_rows = chunk_rows
-        self.chunks: dict[int, _Chunk] = {}
-        self.position = 0  # what comes before was read, or will be fetched when it is asked for
-        self.last_end = 0  # of the last read
-        self.wanted = trio.Event()  # the reader went on, or there is room
-
-    @property
-    def ahead_bytes(self) -> int:
-        return sum(chunk.nbytes for chunk in self.chunks.values())
 
 
 class Window:
@@ -158,8 +100,8 @@ class Window:
         self._budget_bytes = budget_bytes
         self._timeout_s = timeout_s
         self._disk_nodes = disk_nodes
-        self._streams: OrderedDict[RankRows, _Stream] = OrderedDict()
-        self._past: deque[_Chunk] = deque()  # read, or of generations before; the oldest first
+        self._streams: OrderedDict[RankRows, Stream] = OrderedDict()
+        self._past: deque[Chunk] = deque()  # read, or of generations before; the oldest first
         self._past_bytes = 0
         self._owners: deque[Owners] = deque(maxlen=4)
         self._misses: dict[NodeName, int] = {}
@@ -201,7 +143,7 @@ class Window:
         stream = self._stream(rows)
         self._jump(stream, begin)
         near = abs(begin - stream.position) <= stream.chunk_rows
-        parts: list[_Chunk] = []
+        parts: list[Chunk] = []
         for number in range(begin // stream.chunk_rows, -(-end // stream.chunk_rows)):
             chunk = stream.chunks.get(number)
             if chunk is not None and chunk.is_spoilt(begin, end):  # what is missing is fetched again
@@ -221,7 +163,7 @@ class Window:
         self._went_on(stream, begin, end)
         return out.data
 
-    def _jump(self, stream: _Stream, begin: int) -> None:
+    def _jump(self, stream: Stream, begin: int) -> None:
         """Moves the window when a second read goes on where the first one ended, elsewhere."""
         goes_on = abs(begin - stream.last_end) <= stream.chunk_rows
         if not goes_on or abs(begin - stream.position) <= stream.chunk_rows:
@@ -231,7 +173,7 @@ class Window:
             if (number + 1) * stream.chunk_rows <= begin or number * stream.chunk_rows > begin:
                 self._keep(stream.chunks.pop(number))
 
-    def _copy(self, chunk: _Chunk, begin: int, end: int, out: _Bytes, at: int) -> int:
+    def _copy(self, chunk: Chunk, begin: int, end: int, out: _Bytes, at: int) -> int:
         """Copies rows [begin, end) as far as they are in ``chunk``; returns where the next ones belong."""
         low, high = max(begin, chunk.begin) - chunk.begin, min(end, chunk.end) - chunk.begin
         if chunk.error is not None:
@@ -247,7 +189,7 @@ class Window:
         chunk.delivered[low:high] = True
         return at + len(data)
 
-    def _went_on(self, stream: _Stream, begin: int, end: int) -> None:
+    def _went_on(self, stream: Stream, begin: int, end: int) -> None:
         """Takes note that rows were read; what is read whole makes room."""
         if abs(begin - stream.position) <= stream.chunk_rows:
             stream.position = max(stream.position, end)
@@ -261,18 +203,18 @@ class Window:
 
     # Fetching ahead.
 
-    def _stream(self, rows: RankRows) -> _Stream:
+    def _stream(self, rows: RankRows) -> Stream:
         stream = self._streams.get(rows)
         if stream is None:
             share = self._budget_bytes // 2 // (len(self._streams) + 1)
             width = min(_CHUNK_BYTES, max(share // 4, 1))
-            stream = _Stream(rows, max(width // self._mean_bytes, 1))
+            stream = Stream(rows, max(width // self._mean_bytes, 1))
             self._streams[rows] = stream
             self._nursery.start_soon(self._run_ahead, stream)
         self._streams.move_to_end(rows)
         return stream
 
-    async def _run_ahead(self, stream: _Stream) -> None:
+    async def _run_ahead(self, stream: Stream) -> None:
         """Keeps the stream's share of the window full, until it is retired."""
         count = -(-stream.rows.count // stream.chunk_rows)
         while self._streams.get(stream.rows) is stream:
@@ -288,12 +230,12 @@ class Window:
                     running += 1
                 number += 1
             if number == count and stream.rows.count:
-                following = _following(stream.rows)
-                if following.count and following not in self._streams and stream.position:
-                    self._stream(following)
+                after = following(stream.rows)
+                if after.count and after not in self._streams and stream.position:
+                    self._stream(after)
             await stream.wanted.wait()
 
-    def _width(self, stream: _Stream, number: int) -> int:
+    def _width(self, stream: Stream, number: int) -> int:
         begin = number * stream.chunk_rows
         end = min(begin + stream.chunk_rows, stream.rows.count)
         shape = self._source.shape
@@ -301,19 +243,19 @@ class Window:
             return (end - begin) * self._mean_bytes
         return int(self._source.sizes(stream.rows.span(begin, end)).sum())
 
-    def _begin(self, stream: _Stream, number: int) -> _Chunk:
+    def _begin(self, stream: Stream, number: int) -> Chunk:
         begin = number * stream.chunk_rows
         chunk = self._chunk(stream.rows, begin, min(begin + stream.chunk_rows, stream.rows.count))
         stream.chunks[number] = chunk
         self._nursery.start_soon(self._fill, chunk, stream)
         return chunk
 
-    def _chunk(self, rows: RankRows, begin: int, end: int) -> _Chunk:
+    def _chunk(self, rows: RankRows, begin: int, end: int) -> Chunk:
         ids = rows.span(begin, end)
         edges = np.concatenate([[0], np.cumsum(self._source.sizes(ids))])
-        return _Chunk(rows.partition.start.epoch, begin, end, ids, edges)
+        return Chunk(rows.partition.start.epoch, begin, end, ids, edges)
 
-    async def _fill(self, chunk: _Chunk, stream: _Stream) -> None:
+    async def _fill(self, chunk: Chunk, stream: Stream) -> None:
         data = np.empty(chunk.nbytes, np.uint8)
         try:
             failures = await self._get(chunk, data)
@@ -329,12 +271,12 @@ class Window:
         if chunk.failed:
             log.warning("dataset: %s", next(iter(chunk.failed.values())).message)
 
-    def _retire(self, stream: _Stream) -> None:
+    def _retire(self, stream: Stream) -> None:
         stream.wanted.set()
         for chunk in stream.chunks.values():
             self._keep(chunk)
 
-    def _keep(self, chunk: _Chunk) -> None:
+    def _keep(self, chunk: Chunk) -> None:
         self._past.append(chunk)
         self._past_bytes += chunk.nbytes
         while self._past_bytes > self._budget_bytes // 2:
@@ -358,12 +300,12 @@ class Window:
         joined = np.concatenate([found[at] for at in positions]) if positions else np.empty(0, np.uint8)
         return np.array(positions, np.int64), joined.data
 
-    def _chunks(self) -> list[_Chunk]:
+    def _chunks(self) -> list[Chunk]:
         return [*(c for s in self._streams.values() for c in s.chunks.values()), *self._past]
 
-    async def _get(self, chunk: _Chunk, out: _Bytes) -> Sequence[SampleFailure]:
+    async def _get(self, chunk: Chunk, out: _Bytes) -> Sequence[SampleFailure]:
         """Fills ``out``; returns the samples that failed, each at its place in the chunk."""
-        left = _Left(chunk, out)
+        left = Left(chunk, out)
         found, data = self.held(chunk.ids)
         self.counts.here += left.take(found, data)
         for node, asked in self._holders(chunk, left.places):
@@ -384,7 +326,7 @@ class Window:
             )
         return await trio.to_thread.run_sync(self._read_source, left, limiter=self._limiter)
 
-    async def _ask(self, node: NodeName, left: _Left, places: _Ints, *, read: bool) -> int:
+    async def _ask(self, node: NodeName, left: Left, places: _Ints, *, read: bool) -> int:
         """Takes what ``node`` gives; returns the bytes."""
         deadline_s = self._timeout_s if read else min(_PEER_S, self._timeout_s)
         ids = left.chunk.ids[places]
@@ -395,7 +337,7 @@ class Window:
             return 0
         return left.take(places[found], data) if found.size else 0
 
-    def _read_source(self, left: _Left) -> Sequence[SampleFailure]:
+    def _read_source(self, left: Left) -> Sequence[SampleFailure]:
         places = left.places
         ids, sizes = left.chunk.ids[places], np.diff(left.chunk.edges)[places]
         data = np.empty(int(sizes.sum()), np.uint8)
@@ -407,7 +349,7 @@ class Window:
         self.counts.source += left.take(places, data.data)
         return failures
 
-    def _holders(self, chunk: _Chunk, places: _Ints) -> list[tuple[NodeName, _Ints]]:
+    def _holders(self, chunk: Chunk, places: _Ints) -> list[tuple[NodeName, _Ints]]:
         """Returns the other nodes that may hold samples by the partitions, the newest first, and which."""
         asked: dict[NodeName, list[_Ints]] = {}
         for owners in reversed(self._owners):
@@ -419,40 +361,3 @@ class Window:
                     if node != self._here:
                         asked.setdefault(node, []).append(places[ranks == rank])
         return [(node, np.unique(np.concatenate(parts))) for node, parts in asked.items()]
-
-
-class _Left:
-    """What of a chunk is not here yet.
-
-    Attributes:
-        places: int64, positions in the chunk, rising.
-    """
-
-    def __init__(self, chunk: _Chunk, out: _Bytes) -> None:
-        self.chunk = chunk
-        self.places = np.arange(len(chunk.ids), dtype=np.int64)
-        self._out = out
-
-    def take(self, places: _Ints, data: memoryview) -> int:
-        """Puts samples at their places, which have them one after another in ``data``; returns the bytes.
-
-        Raises:
-            CorruptError: ``data`` has not the bytes of these samples.
-        """
-        edges = self.chunk.edges
-        if len(data) != int((edges[places + 1] - edges[places]).sum()):
-            raise CorruptError(f"{len(places)} samples in {len(data)} bytes: they have others")
-        begin, source = 0, np.frombuffer(data, np.uint8)
-        for low, high in zip(edges[places].tolist(), edges[places + 1].tolist(), strict=True):
-            self._out[low:high] = source[begin : begin + high - low]
-            begin += high - low
-        self.places = np.setdiff1d(self.places, places)
-        return begin
-
-
-def _following(rows: RankRows) -> RankRows:
-    """Returns what the same rank reads in the next epoch."""
-    part = rows.partition
-    start = part.start.start_of(part.start.epoch + 1)
-    order = Order(part.order.count, start.seed, start.epoch, part.order.shuffle)
-    return replace(part, order=order, start=start).rank(rows.rank)
