@@ -11,27 +11,25 @@ from tenplexfs.core.layout import ExplicitShard
 from tenplexfs.core.region import Region
 from tenplexfs.errors import InvalidError
 
-__all__ = ["Size", "as_path", "convert", "leaf_json", "read_leaves"]
+__all__ = ["as_path", "convert", "leaf_json", "read_leaves"]
 
 _Struct = TypeVar("_Struct")
-
-Size = Annotated[int, msgspec.Meta(ge=-(1 << 48), le=1 << 48)]
-"""A number in a layout: sums and products of a few stay in 64 bits. Below 0 the core's words are clearer."""
+_Size = Annotated[int, msgspec.Meta(ge=-(1 << 48), le=1 << 48)]  # below 0 the core has clearer words
 
 
 class _Box(msgspec.Struct, forbid_unknown_fields=True):
-    start: list[Size]
-    stop: list[Size]
+    start: list[_Size]
+    stop: list[_Size]
 
 
 class _Piece(msgspec.Struct, forbid_unknown_fields=True):
-    start: list[Size]
-    stop: list[Size]
-    at: list[Size]
+    start: list[_Size]
+    stop: list[_Size]
+    at: list[_Size]
 
 
 class _Leaf(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    tensor: list[Size]
+    tensor: list[_Size]
     dtype: str | None = None
     pieces: list[_Piece] | None = None
     padding: list[_Box] = []

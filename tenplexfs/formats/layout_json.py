@@ -25,7 +25,7 @@ from tenplexfs.core.layout import (
 )
 from tenplexfs.core.snapshot import NodeName
 from tenplexfs.errors import InvalidError
-from tenplexfs.formats.explicit_json import Size, as_path, convert, leaf_json, read_leaves
+from tenplexfs.formats.explicit_json import as_path, convert, leaf_json, read_leaves
 
 __all__ = ["layout_digest", "layout_text", "layout_to_json", "parse_layout"]
 
@@ -34,34 +34,34 @@ _MAX_CHAIN = 100
 
 
 class _Section(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    width: Size
-    ways: Size | None = None
+    width: int
+    ways: int | None = None
 
 
 class _Shard(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     axis: str | list[str]
-    dim: Size | None = None
+    dim: int | None = None
     rule: Literal["exact", "ceil", "balanced"] = "exact"
-    cuts: list[Size] | None = None
-    sections: list[Size | _Section] | None = None
-    pad_to: Size | None = None
-    pad_multiple: Size | None = None
+    cuts: list[int] | None = None
+    sections: list[int | _Section] | None = None
+    pad_to: int | None = None
+    pad_multiple: int | None = None
     flat: bool = False
-    pad_to_multiple: Size | None = None
+    pad_to_multiple: int | None = None
 
 
 class _ByIndex(msgspec.Struct, forbid_unknown_fields=True):
     by: str
-    owner: list[Size | list[Size]]
+    owner: list[int | list[int]]
 
 
 class _Tensor(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    shape: list[Size] | None = None
+    shape: list[int] | None = None
     dtype: str | None = None
     shard: list[_Shard] | None = None
-    on: dict[str, Size | list[Size] | _ByIndex] | None = None
+    on: dict[str, int | list[int] | _ByIndex] | None = None
     mesh: str | None = None
-    count: Size | dict[str, Size] | None = None
+    count: int | dict[str, int] | None = None
     flat: str | None = None
     like: str | None = None
     then: list[_Shard] | None = None
@@ -71,13 +71,13 @@ class _Tensor(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 class _Group(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     members: list[str]
     axis: str | list[str]
-    align: Size = 1
-    pad_to_multiple: Size = 1
+    align: int = 1
+    pad_to_multiple: int = 1
 
 
 class _Dataset(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     axis: str | list[str]
-    global_batch: Size
+    global_batch: int
     uneven: Literal["balanced"] | None = None
     tail: Literal["drop", "keep"] | None = None
     context: dict[str, Any] | None = None
@@ -86,14 +86,14 @@ class _Dataset(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 class _Layout(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, rename={"shapes": "global"}):
     format: Literal["tenplexfs-layout"]
     version: Literal[1]
-    mesh: dict[str, Size] | None = None
-    meshes: dict[str, dict[str, Size]] = {}
-    nodes: dict[str, Size | list[Size]] = {}
+    mesh: dict[str, int] | None = None
+    meshes: dict[str, dict[str, int]] = {}
+    nodes: dict[str, int | list[int]] = {}
     keep_together: list[str] = []
     tensors: dict[str, msgspec.Raw] = {}
     flat_groups: dict[str, _Group] = {}
     ranks: list[dict[str, Any]] | None = None
-    shapes: dict[str, list[Size]] = {}
+    shapes: dict[str, list[int]] = {}
     dataset: _Dataset | None = None
 
 
@@ -165,8 +165,11 @@ def _load(text: str | bytes) -> Any:  # noqa: ANN401 - JSON of any shape
     try:
         raw = json.loads(text, object_pairs_hook=unique)
         if ("\\ud" if isinstance(text, str) else b"\\ud") in text.lower():  # type: ignore[operator]
-            # half of a surrogate pair is no character, and no file or message can carry it
+            # no file or message can carry half of a surrogate pair
             json.dumps(raw, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        bad = error.object[max(0, error.start - 20) : error.end]
+        raise InvalidError(f"layout: half a surrogate pair is no UTF-8 text: {bad!r}") from None
     except (ValueError, RecursionError) as error:
         raise InvalidError(f"layout: no valid JSON: {error}") from None
     return raw

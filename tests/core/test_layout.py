@@ -40,7 +40,7 @@ def parse(tensors, **more):
         ),
         ({"l/{i}": {**W, "count": 10**9}}, "tensors: their counts give 1000000000, at most"),
         ({"l/{i}/{e}": {**W, "count": {"i": 2**11, "e": 2**11}}}, "tensors: their counts give 4194304"),
-        ({"a\ud800": W}, "tensor path .*: no UTF-8 text"),
+        ({"a\ud800": W}, "no UTF-8 text"),
         ({"a.b": W, "a/b": W}, "tensors: 'a.b' and 'a/b' are one path"),
     ],
 )
