@@ -69,4 +69,8 @@ demo: $(READY) $(MODEL) ## two nodes, real weights, four reconfigurations, every
 	$(BIN)/python examples/demo.py $(ARGS)
 
 bench: $(READY) ## the figures of docs/benchmarks.md
-	@for bench in benchmarks/bench_*.py; do $(BIN)/python $$bench $(ARGS); done
+	@for bench in $(filter-out %/bench_network.py,$(wildcard benchmarks/bench_*.py)); do $(BIN)/python $$bench $(ARGS); done
+
+.PHONY: bench-network
+bench-network: $(READY) ## reconfigurations over links of a given rate, as root
+	$(BIN)/python benchmarks/bench_network.py $(ARGS)
