@@ -307,7 +307,8 @@ class Window:
         """Fills ``out``; returns the samples that failed, each at its place in the chunk."""
         left = Left(chunk, out)
         found, data = self.held(chunk.ids)
-        self.counts.here += left.take(found, data)
+        came = left.take(found, data)
+        self.counts.here += came
         for node, asked in self._holders(chunk, left.places):
             wanted = np.intersect1d(asked, left.places)
             if wanted.size and self._misses.get(node, 0) < _MISSES_MAX:
@@ -316,7 +317,8 @@ class Window:
                 self.counts.peers += came
         for node in self._disk_nodes:
             if left.places.size:
-                self.counts.peers += await self._ask(node, left, left.places, read=True)
+                came = await self._ask(node, left, left.places, read=True)
+                self.counts.peers += came
         if not left.places.size:
             return ()
         if self._disk_nodes:
@@ -324,7 +326,9 @@ class Window:
             raise UnavailableError(
                 f"samples {chunk.ids[left.places][:4].tolist()}: none of {where} gives them"
             )
-        return await trio.to_thread.run_sync(self._read_source, left, limiter=self._limiter)
+        came, failures = await trio.to_thread.run_sync(self._read_source, left, limiter=self._limiter)
+        self.counts.source += came
+        return failures
 
     async def _ask(self, node: NodeName, left: Left, places: _Ints, *, read: bool) -> int:
         """Takes what ``node`` gives; returns the bytes."""
@@ -337,7 +341,7 @@ class Window:
             return 0
         return left.take(places[found], data) if found.size else 0
 
-    def _read_source(self, left: Left) -> Sequence[SampleFailure]:
+    def _read_source(self, left: Left) -> tuple[int, Sequence[SampleFailure]]:
         places = left.places
         ids, sizes = left.chunk.ids[places], np.diff(left.chunk.edges)[places]
         data = np.empty(int(sizes.sum()), np.uint8)
@@ -346,15 +350,14 @@ class Window:
             self._source.read_into(ids, data.data)
         except SamplesError as error:
             failures = [replace(each, at=int(places[each.at])) for each in error.failures]
-        self.counts.source += left.take(places, data.data)
-        return failures
+        return left.take(places, data.data), failures
 
     def _holders(self, chunk: Chunk, places: _Ints) -> list[tuple[NodeName, _Ints]]:
-        """Returns the other nodes that may hold samples by the partitions, the newest first, and which."""
+        """Returns the other nodes that may hold samples, and which, by the partitions: likely ones first."""
         asked: dict[NodeName, list[_Ints]] = {}
-        for owners in reversed(self._owners):
-            if not places.size or owners.partition.start.epoch != chunk.epoch:
-                continue
+        # What a peer had for another epoch it may have still.
+        newest = reversed(self._owners) if places.size else ()
+        for owners in sorted(newest, key=lambda each: each.partition.start.epoch != chunk.epoch):
             ranks, _ = owners.partition.locate(chunk.ids[places])
             for rank in np.unique(ranks[ranks >= 0]).tolist():
                 for node in owners.nodes[rank]:

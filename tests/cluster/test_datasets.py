@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,8 +15,9 @@ import pytest
 
 import tenplexfs
 from tenplexfs.core.order import Order
-from tests.cluster.daemons import Daemon, Daemons
+from tests.cluster.daemons import Daemon, Daemons, until
 from tests.runtime.cluster import write_safetensors
+from tests.storage.samples.conftest import RangeServer
 
 pytestmark = [
     pytest.mark.cluster,
@@ -379,3 +381,42 @@ def test_the_loader_of_tenplex_reads_its_own_layout(two):
     assert (job.root() / "tenplex/job/old/progress/0/cluster-of-2/rank-000/list.txt").exists()
     assert (job.root() / "tenplex/job/old/progress/4/cluster-of-2/rank-001/0000.tf_record.idx").exists()
     assert not (job.root() / "tenplex/job/old/progress/5").exists()
+
+
+def _sample_bytes(node: Daemon) -> dict[str, float]:
+    """Where the samples of the one remote dataset came from."""
+    text = (node.mount / ".tenplexfs/metrics").read_text()
+    found = re.findall(r'tenplexfs_sample_bytes\{index="\w+",source="(\w+)"\} (\S+)', text)
+    return {source: float(count) for source, count in found}
+
+
+def test_a_remote_source_is_fetched_ahead_and_peers_serve_it_after_a_resize(two):
+    server = RangeServer()
+    try:
+        size, count = 4096, 256
+        body = np.random.default_rng(0).integers(0, 256, (count, size), np.uint8)
+        server.files["/far%20away.bin"] = server.files["/far away.bin"] = body.tobytes()
+        job = Job(two, "remote", 2)
+        options = ["--kind", "records", "--record-bytes", str(size)]
+        job.add("train", f"{server.url}/far%20away.bin", options=options)
+        # Each node fetches ahead what its rank will read: half of everything, the window has room for it.
+        for node in two.nodes:
+            until(lambda node=node: _sample_bytes(node).get("source") == size * count / 2)
+        asked = len(server.requests)
+        job.reconfigure(layout(4, nodes={"node0": [0, 2], "node1": [1, 3]}))
+        order = _order(count, 0, 0)
+        for rank, node in enumerate(job.ranks()):
+            loader = tenplexfs.Dataset(node.mount / "remote/dataset/train", rank=rank)
+            for at in range(0, len(loader), 16):
+                np.testing.assert_array_equal(loader[at : at + 16], body[order[rank::4][at : at + 16]])
+        assert len(server.requests) == asked
+        for node in two.nodes:
+            counts = _sample_bytes(node)
+            assert counts["source"] == size * count / 2
+            assert counts["peers"] > 0
+        server.files.clear()  # nothing is asked of it any more: the nodes have all of it
+        later = np.load(job.data("train", 0, epoch=3) / "data.npy")
+        np.testing.assert_array_equal(later, body[_order(count, 0, 3)[0::4]])
+        job.first.ok("job", "remove", "remote")
+    finally:
+        server.close()
