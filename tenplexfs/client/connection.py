@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -122,6 +122,11 @@ class Connection:
     def close(self) -> None:
         """Ends it; what was begun and not finished is dropped by the daemon."""
         self._socket.close()
+
+    def shut_down(self) -> None:
+        """Ends it from another thread: who waits for an answer is told that the daemon is gone."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def ask(self, op: str, **fields: object) -> dict[str, Any]:
         """Returns the answer to a request that brings no descriptors."""

@@ -40,6 +40,7 @@ class Save:
         self.snapshot: str | None = None
         self._failure: BaseException | None = None
         self._ended = threading.Event()
+        self._connection: Connection | None = None
 
     def done(self) -> bool:
         """Returns whether it ended, well or not."""
@@ -58,6 +59,15 @@ class Save:
             raise self._failure
         assert self.snapshot is not None
         return self.snapshot
+
+    def ended_within(self, timeout_s: float) -> bool:
+        """Returns whether it ended, well or not, after waiting for it."""
+        return self._ended.wait(timeout_s)
+
+    def abandon(self) -> None:
+        """Gives it up, if it is not committed yet: another rank cannot save its part."""
+        if self._connection is not None:
+            self._connection.shut_down()
 
     def _end(self, snapshot: str | None, failure: BaseException | None = None) -> None:
         self.snapshot, self._failure = snapshot, failure
@@ -154,6 +164,7 @@ def _finish(
     """Waits for the commit; with ``again``, saves once more when the daemon was restarted meanwhile."""
     try:
         while True:
+            made._connection = connection
             try:
                 with connection:
                     snapshot = _wait(connection, place, begin)

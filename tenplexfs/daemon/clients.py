@@ -21,6 +21,7 @@ from tenplexfs.runtime.planning import layout_of_only_rank
 from tenplexfs.runtime.save_leader import SaveLeader
 from tenplexfs.runtime.saving import Base, SaveRequest, Saves
 from tenplexfs.runtime.stopping import Stopper, Stops
+from tenplexfs.unix.regions import SharedRegions
 from tenplexfs.unix.server import UnixServer
 from tenplexfs.unix.session import ClientSession, Parts
 
@@ -67,7 +68,18 @@ class Clients:
             nursery=nursery,
             clock_ns=clock_ns,
         )
-        parts = Parts(config.node, VERSION, member, table, saves, self.stops, state, self._create)
+        parts = Parts(
+            config.node,
+            VERSION,
+            member,
+            table,
+            saves,
+            self.stops,
+            state,
+            self._create,
+            lambda job, layout: coordinator.create(job, layout, b"{}"),
+            SharedRegions(),
+        )
         self.run = UnixServer(config.socket, lambda pid: ClientSession(parts, pid)).run
 
     def stop_text(self, job: JobName) -> bytes:

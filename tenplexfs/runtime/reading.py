@@ -190,20 +190,20 @@ class FullTensor(_NpyFile):
         fetcher.hold(self._nodes)
 
     def _here(self, first: int, last: int) -> Bytes | None:
-        out, elsewhere = self._gather(first, last)
+        out, elsewhere = self.gather(flat_boxes(self._tensor.shape, first, last))
         return None if elsewhere else out
 
     async def _fetched(self, first: int, last: int) -> Bytes:
-        out, elsewhere = self._gather(first, last)
+        out, elsewhere = self.gather(flat_boxes(self._tensor.shape, first, last))
         fetched = await self._fetcher.fetch([wanted for wanted, _ in elsewhere])
         for data, (_, target) in zip(fetched, elsewhere, strict=True):
             target[...] = data.view(target.dtype).reshape(target.shape)
         return out
 
-    def _gather(self, first: int, last: int) -> tuple[Bytes, list[tuple[Wanted, Array]]]:
-        """Copies what is here of elements [first, last); also returns what is not, with where it belongs."""
-        out = np.empty((last - first) * self._itemsize, np.uint8)
-        boxes = flat_boxes(self._tensor.shape, first, last)
+    def gather(self, boxes: Boxes) -> tuple[Bytes, list[tuple[Wanted, Array]]]:
+        """Copies what is here of ``boxes``, one after the other; and returns what is not, with its places."""
+        total = int(box_volumes(boxes).sum())
+        out = np.empty(total * self._itemsize, np.uint8)
         run, atom = join(boxes, self._atoms)
         parts = np.stack(
             [
@@ -212,10 +212,8 @@ class FullTensor(_NpyFile):
             ],
             axis=1,
         )
-        if int(box_volumes(parts).sum()) != last - first:
-            raise CorruptError(
-                f"tensor {self._tensor.path}: no shard holds some of elements [{first}, {last})"
-            )
+        if int(box_volumes(parts).sum()) != total:
+            raise CorruptError(f"tensor {self._tensor.path}: no shard holds some of {boxes.tolist()}")
         dtype = np.dtype(f"V{self._itemsize}")
         ends = np.cumsum(box_volumes(boxes)).tolist()
         elsewhere = []

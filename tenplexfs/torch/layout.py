@@ -21,6 +21,7 @@ from tenplexfs.core.dtypes import dtype_of
 from tenplexfs.core.held import cuts_give, explicit_layout, on_of_ranks
 from tenplexfs.core.layout import Cut, ExplicitShard, Layout, Mesh, TensorEntry, has_braces
 from tenplexfs.errors import InvalidError
+from tenplexfs.torch.exchange import Exchange
 from tenplexfs.torch.placements import (
     MeshSpec,
     Split,
@@ -32,7 +33,7 @@ from tenplexfs.torch.placements import (
     refuse_split,
 )
 
-__all__ = ["TensorLike", "describe", "dtype_name", "layout_of", "layout_of_ranks", "shard_of"]
+__all__ = ["TensorLike", "describe", "dtype_name", "layout_of", "layout_of_ranks", "shard_of", "shards_of"]
 
 TensorLike: TypeAlias = torch.Tensor | tuple[Sequence[int], torch.dtype, DeviceMesh, Sequence[Placement]]
 """A DTensor, a plain tensor, or (global shape, dtype, mesh, placements)."""
@@ -153,6 +154,45 @@ def shard_of(tensor: TensorLike, rank: int | None = None) -> ExplicitShard:
     return _chosen("tensor", [{0: shard} for shard in found], {0: spec.local_shape if rank == own else None})[
         0
     ]
+
+
+def shards_of(tensors: Mapping[str, DTensor]) -> dict[str, ExplicitShard]:
+    """Returns what this process holds of each of ``tensors``, whose meshes it is in.
+
+    Where torch has two answers the ranks of the mesh tell each other their local shapes; they all come here
+    with the same tensors then.
+
+    Raises:
+        InvalidError: The shapes do not tell.
+    """
+    meshes: dict[int, MeshSpec] = {}
+    found: dict[str, ExplicitShard] = {}
+    unclear: dict[MeshSpec, dict[str, TensorSpec]] = {}
+    own = dist.get_rank()
+    for name, tensor in tensors.items():
+        spec = _spec(f"tensor {name!r}", tensor, meshes, None)
+        assert spec.mesh is not None
+        if _is_clear(spec):
+            (found[name],) = readings(spec, _coordinates(spec, own))
+        else:
+            unclear.setdefault(spec.mesh, {})[name] = spec
+    for mesh, specs in unclear.items():
+        exchange = Exchange(f"shapes/{hash(mesh.ranks)}")
+        exchange.post(f"of{own}", {name: spec.local_shape for name, spec in specs.items()})
+        shapes = {rank: exchange.get(f"of{rank}") for rank in mesh.ranks}
+        for name, spec in specs.items():
+            both = {rank: readings(spec, _coordinates(spec, rank)) for rank in mesh.ranks}
+            ways = [{rank: each[i] for rank, each in both.items()} for i in (0, -1)]
+            seen = {rank: shapes[rank].get(name) for rank in mesh.ranks}
+            found[name] = _chosen(f"tensor {name!r}", ways, seen)[own]
+    return found
+
+
+def _is_clear(spec: TensorSpec) -> bool:
+    """Returns whether torch has one answer for every rank of the mesh."""
+    if all(split is None or split.factor == 1 for split in spec.splits):
+        return True
+    return all(len(readings(spec, place)) == 1 for place in np.ndindex(*spec.ways))
 
 
 def _spec(

@@ -15,8 +15,10 @@ from tenplexfs.errors import InvalidError, NotFoundError
 from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.member import Member
 from tenplexfs.runtime.saving import Attempt, RankSave, SaveRequest, Saves
+from tenplexfs.runtime.snapshot import Snapshot
 from tenplexfs.runtime.stopping import Stops
 from tenplexfs.unix.loads import Load
+from tenplexfs.unix.regions import Regions, SharedRegions
 from tenplexfs.unix.requests import field, optional, save_request
 from tenplexfs.unix.server import Answer
 
@@ -34,6 +36,8 @@ class Parts:
     Attributes:
         state: Returns the state of a job, as ``status.json`` says it.
         create: Makes a job for a save of its only rank.
+        create_job: Makes a job of a layout.
+        shared: Regions that several ranks of this node load.
     """
 
     node: NodeName
@@ -44,6 +48,8 @@ class Parts:
     stops: Stops
     state: Callable[[JobName], str]
     create: Callable[[SaveRequest], Awaitable[None]]
+    create_job: Callable[[JobName, bytes], Awaitable[object]]
+    shared: SharedRegions
 
 
 class ClientSession:
@@ -55,6 +61,7 @@ class ClientSession:
         self._saves: dict[int, RankSave] = {}
         self._attempt: Attempt | None = None
         self._load: Load | None = None
+        self._regions: Regions | None = None
         self._ops: Mapping[str, Callable[[Message], Awaitable[Answer]]] = {
             "hello": self._hello,
             "save.begin": self._save_begin,
@@ -67,6 +74,13 @@ class ClientSession:
             "load": self._load_begin,
             "load.files": self._load_files,
             "load.data": self._load_data,
+            "regions": self._regions_begin,
+            "regions.document": self._regions_document,
+            "regions.here": self._regions_here,
+            "regions.files": self._regions_files,
+            "regions.data": self._regions_data,
+            "regions.read": self._regions_read,
+            "create": self._create,
             "should_stop": self._should_stop,
             "env": self._env,
             "wait": self._wait,
@@ -81,8 +95,9 @@ class ClientSession:
 
     async def close(self) -> None:
         """Drops what was begun and not finished."""
-        if self._load is not None:
-            self._load.close()
+        for each in (self._load, self._regions):
+            if each is not None:
+                each.close()
         for rank in self._saves.values():
             await self._parts.saves.leave(rank)
 
@@ -158,14 +173,18 @@ class ClientSession:
 
     # Loads
 
-    async def _load_begin(self, message: Message) -> Answer:
-        job, rank = self._job(message), field(message, "rank", int)
+    def _view(self, message: Message) -> Snapshot:
+        job = self._job(message)
         step, wanted = optional(message, "step", int), optional(message, "snapshot", str)
-        member = self._parts.member
         txid = None if wanted is None else parse_snapshot(wanted).txid
-        view = member.view(job, step=step, txid=txid)
+        view = self._parts.member.view(job, step=step, txid=txid)
         if view.id.step is None:
             raise NotFoundError(f"job {job}: has no state yet; save or import first")
+        return view
+
+    async def _load_begin(self, message: Message) -> Answer:
+        job, rank = self._job(message), field(message, "rank", int)
+        member, view = self._parts.member, self._view(message)
         if rank >= view.ptc.world_size:
             raise NotFoundError(f"job {job}: no rank {rank}: it has {view.ptc.world_size}")
         if self._load is not None:
@@ -192,7 +211,55 @@ class ClientSession:
         data, count = await self._loading().data(field(message, "first", int))
         return {"data": data, "count": count}, ()
 
+    # Regions of tensors, for a load under another layout
+
+    async def _regions_begin(self, message: Message) -> Answer:
+        view = self._view(message)
+        if self._regions is not None:
+            self._regions.close()
+        opened = partial(self._parts.member.open_arrays, view.job, view.id.txid)
+        made = partial(Regions, view, opened, self._parts.shared)
+        regions = self._regions = await trio.to_thread.run_sync(made)
+        return {
+            "snapshot": view.id.text,
+            "node": self._parts.node,
+            "layout": view.layout_json,
+            "documents": regions.of_rank,
+        }, ()
+
+    def _reading(self) -> Regions:
+        if self._regions is None:
+            raise InvalidError("regions: nothing was begun on this connection")
+        return self._regions
+
+    async def _regions_document(self, message: Message) -> Answer:
+        await trio.lowlevel.checkpoint()
+        return {"document": self._reading().document(field(message, "index", int))}, ()
+
+    async def _regions_here(self, message: Message) -> Answer:
+        await trio.lowlevel.checkpoint()
+        return {"places": self._reading().here(field(message, "keys", list))}, ()
+
+    async def _regions_files(self, message: Message) -> Answer:
+        await trio.lowlevel.checkpoint()
+        sizes, fds = self._reading().files(field(message, "first", int))
+        return {"sizes": sizes}, fds
+
+    async def _regions_data(self, message: Message) -> Answer:
+        regions, first = self._reading(), field(message, "first", int)
+        data, count = await trio.to_thread.run_sync(regions.data, first)
+        return {"data": data, "count": count}, ()
+
+    async def _regions_read(self, message: Message) -> Answer:
+        items, uses = field(message, "items", list), field(message, "uses", int)
+        fd, size = await self._reading().read(items, uses)
+        return {"size": size}, [fd]
+
     # The job
+
+    async def _create(self, message: Message) -> Answer:
+        await self._parts.create_job(self._job(message), field(message, "layout", bytes))
+        return {}, ()
 
     async def _should_stop(self, message: Message) -> Answer:
         job = self._job(message)

@@ -1,0 +1,198 @@
+"""Regions of the tensors of a snapshot, whoever held them: mapped where they are here, else fetched."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from tenplexfs.client.connection import Connection, Place, parse_place, patiently, socket_of
+from tenplexfs.client.mapping import map_private
+from tenplexfs.client.session import remember
+from tenplexfs.core.dtypes import dtype_of
+from tenplexfs.errors import InvalidError
+from tenplexfs.formats.frames import ALIGNMENT, MAX_FDS
+
+__all__ = ["OpenSnapshot", "RegionOf", "create_job", "node_of", "place_of_job"]
+
+Array = npt.NDArray[np.generic]
+
+
+@dataclass(frozen=True, slots=True)
+class RegionOf:
+    """A region of a whole tensor.
+
+    Attributes:
+        path: Of the tensor.
+        start, stop: Global coordinates; stop is not included.
+        dtype: Of the tensor.
+    """
+
+    path: str
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extent in each dim."""
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it."""
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+
+def place_of_job(path: str | os.PathLike[str]) -> Place:
+    """Returns what ``<mount>/<job>`` or ``<mount>/<job>@<step>`` names.
+
+    Raises:
+        InvalidError: It names something else.
+    """
+    place = parse_place(path)
+    if place.rank is not None:
+        raise InvalidError(f"{path}: need <mount>/<job>")
+    return place
+
+
+def node_of(place: Place) -> str:
+    """Returns the node whose daemon has the mount."""
+
+    def ask() -> str:
+        with Connection(socket_of(place.mount)) as connection:
+            return str(connection.ask("hello")["node"])
+
+    return patiently(ask)
+
+
+def create_job(place: Place, layout_json: bytes) -> None:
+    """Makes a job without state.
+
+    Raises:
+        InvalidError: The layout is refused.
+        ExistsError: There is a job of this name with another layout.
+    """
+
+    def ask() -> None:
+        with Connection(socket_of(place.mount)) as connection:
+            connection.ask("create", job=place.job, layout=layout_json)
+
+    patiently(ask)
+
+
+class OpenSnapshot:
+    """One snapshot, held until `close`; for one thread.
+
+    Attributes:
+        snapshot: Its name.
+        node: Whose daemon answers.
+        layout_json: Of the snapshot.
+        of_rank: Rank -> the number of its document.
+        is_closed: Nothing more can be asked.
+
+    Raises:
+        NotFoundError: There is no such job or step.
+        UnavailableError: The daemon is not there.
+    """
+
+    def __init__(self, place: Place, *, step: int | None, snapshot: str | None) -> None:
+        self._connection = Connection(socket_of(place.mount))
+        self.is_closed = False
+        try:
+            begun = self._connection.ask("regions", job=place.job, step=step, snapshot=snapshot)
+        except BaseException:
+            self._connection.close()
+            raise
+        remember(place.mount, place.job, begun["snapshot"])
+        self.snapshot: str = begun["snapshot"]
+        self.node: str = begun["node"]
+        self.layout_json: bytes = begun["layout"]
+        self.of_rank: list[int] = begun["documents"]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the snapshot; arrays that were given stay."""
+        self.is_closed = True
+        self._connection.close()
+
+    def document(self, index: int) -> bytes:
+        """Returns the structure of the ranks whose ``of_rank`` is ``index``."""
+        found: bytes = self._connection.ask("regions.document", index=index)["document"]
+        return found
+
+    def arrays(
+        self, wanted: Sequence[tuple[tuple[int, str], str, tuple[int, ...]]]
+    ) -> dict[tuple[int, str], Array]:
+        """Returns local arrays that are on this node.
+
+        Args:
+            wanted: (rank, path), dtype and local shape of each.
+        """
+        if not wanted:
+            return {}
+        places = self._connection.ask("regions.here", keys=[key for key, _, _ in wanted])["places"]
+        count = 1 + max((place[0] for place in places if place is not None), default=-1)
+        files: list[npt.NDArray[np.uint8]] = []
+        for first in range(0, count, MAX_FDS):
+            answer, fds = self._connection.ask_fds("regions.files", first=first)
+            try:
+                files += [map_private(fd, size) for fd, size in zip(fds, answer["sizes"], strict=True)]
+            finally:
+                for fd in fds:
+                    os.close(fd)
+        found: dict[tuple[int, str], Array] = {}
+        small = []
+        for (key, dtype, shape), place in zip(wanted, places, strict=True):
+            if place is None:
+                small.append((key, dtype, shape))
+            else:
+                found[key] = _array(files[place[0]], place[1], dtype, shape)
+        at = 0
+        while at < len(small):
+            answer = self._connection.ask("regions.data", first=at)
+            data, offset = np.frombuffer(bytearray(answer["data"]), np.uint8), 0
+            for key, dtype, shape in small[at : at + answer["count"]]:
+                found[key] = _array(data, offset, dtype, shape)
+                offset += -(-found[key].nbytes // ALIGNMENT) * ALIGNMENT
+            at += answer["count"]
+        return found
+
+    def read(self, regions: Sequence[RegionOf], *, uses: int) -> list[Array]:
+        """Returns regions of whole tensors, from wherever they are.
+
+        Args:
+            regions: At most 1 GiB.
+            uses: How many ranks of this node ask for the very same; they are fetched once.
+        """
+        items = [[each.path, each.start, each.stop] for each in regions]
+        answer, fds = self._connection.ask_fds("regions.read", items=items, uses=uses)
+        try:
+            data = map_private(fds[0], answer["size"])
+        finally:
+            for fd in fds:
+                os.close(fd)
+        found, offset = [], 0
+        for each in regions:
+            found.append(_array(data, offset, each.dtype, each.shape))
+            offset += -(-each.nbytes // ALIGNMENT) * ALIGNMENT
+        return found
+
+
+def _array(data: npt.NDArray[np.uint8], offset: int, dtype: str, shape: Sequence[int]) -> Array:
+    kind = dtype_of(dtype)
+    size = math.prod(shape) * kind.itemsize
+    return data[offset : offset + size].view(kind).reshape(shape)
