@@ -13,9 +13,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
-from daemons import cluster, run
+from daemons import Node, cluster, run
 
-__all__ = ["MIB", "cluster", "measure", "run", "write_layout", "write_safetensors"]
+__all__ = ["MIB", "Node", "cluster", "measure", "run", "write_layout", "write_safetensors"]
 
 ROUNDS = 7
 MIB = 1 << 20
