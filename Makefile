@@ -74,6 +74,10 @@ bench-mount: $(READY) ## the mount against tmpfs and libfuse's example
 bench: $(READY) ## the figures of docs/benchmarks.md
 	@for bench in $(filter-out %/bench_network.py,$(wildcard benchmarks/bench_*.py)); do $(BIN)/python $$bench $(ARGS); done
 
+.PHONY: bench-dataset
+bench-dataset: $(READY) ## samples through the mount against np.memmap; as root also ARGS=--remote
+	$(BIN)/python benchmarks/bench_dataset.py $(ARGS)
+
 .PHONY: bench-network
 bench-network: $(READY) ## reconfigurations over links of a given rate, as root
 	$(BIN)/python benchmarks/bench_network.py $(ARGS)

@@ -34,7 +34,16 @@ def run(*arguments: object) -> Any:  # noqa: ANN401 - JSON
 class Node:
     """One daemon, started at once; `wait` says when it is up."""
 
-    def __init__(self, name: str, base: Path, store: Path, ports: dict[str, int], *, mount: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        base: Path,
+        store: Path,
+        ports: dict[str, int],
+        *,
+        mount: bool,
+        prefix: Sequence[str] = (),
+    ) -> None:
         self.name = name
         self.address = f"127.0.0.1:{ports[name]}"
         self.socket = base / f"{name}.sock"
@@ -42,6 +51,7 @@ class Node:
         self.store = store / name
         self._log = base / f"{name}.log"
         command = [
+            *prefix,
             *TENPLEXFS,
             "serve",
             "--node",
@@ -85,8 +95,13 @@ class Node:
 
 
 @contextmanager
-def cluster(names: Sequence[str], *, mount: bool = True) -> Iterator[list[Node]]:
-    """Daemons that know each other, in directories of their own; all of it is gone afterwards."""
+def cluster(
+    names: Sequence[str], *, mount: bool = True, prefix: Sequence[str] = ()
+) -> Iterator[list[Node]]:
+    """Daemons that know each other, in directories of their own; all of it is gone afterwards.
+
+    ``prefix`` is what each command begins with, to start it elsewhere.
+    """
     with ExitStack() as stack:
         base = Path(tempfile.mkdtemp(prefix="tenplexfs-"))
         store = Path(tempfile.mkdtemp(prefix="tenplexfs-", dir="/dev/shm"))
@@ -106,7 +121,7 @@ def cluster(names: Sequence[str], *, mount: bool = True) -> Iterator[list[Node]]
             ports = {name: probe.getsockname()[1] for name, probe in zip(names, sockets, strict=True)}
         nodes = []
         for name in names:
-            nodes.append(Node(name, base, store, ports, mount=mount))
+            nodes.append(Node(name, base, store, ports, mount=mount, prefix=prefix))
             stack.callback(nodes[-1].stop)
         for node in nodes:
             node.wait()
