@@ -137,6 +137,7 @@ async def _start(
         timeout_s=config.read_timeout_s,
     )
     stack.callback(datasets.close)
+    datasets.keep([stored.settings_json for stored in store.snapshots()])
     member = nodes.member = Member(
         node=config.node,
         store=store,
