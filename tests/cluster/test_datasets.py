@@ -420,3 +420,17 @@ def test_a_remote_source_is_fetched_ahead_and_peers_serve_it_after_a_resize(two)
         job.first.ok("job", "remove", "remote")
     finally:
         server.close()
+
+
+def test_a_killed_daemon_comes_back_with_its_datasets(two):
+    job = Job(two, "again", 2, with_state=False)
+    job.add("train", rows_of(two.base, 40), options=["--seed", "6"])
+    node = two.nodes[1]
+    node.kill()
+    node.start()
+    node.wait()
+    until((job.root(1) / "dataset/train/0/1/data.npy").exists)
+    assert np.load(job.root(1) / "dataset/train/0/1/data.npy")[:, 0].tolist() == [
+        sample for at in range(0, 40, 4) for sample in _order(40, 6, 0)[at + 2 : at + 4]
+    ]
+    assert node.ok("dataset", "verify", "again", "train")["samples"] == 40
