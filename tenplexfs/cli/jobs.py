@@ -41,9 +41,12 @@ def create(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting, as keep_steps=2.")
     ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What it may take of each node's store, as 8GiB.")
+    ] = None,
 ) -> None:
     """Make a job without state: generation 1. Its state comes by import, upload or save."""
-    chosen = parse_settings(settings or [])
+    chosen = parse_settings([*(settings or []), *([f"memory={memory}"] if memory else [])])
     with session.connect() as daemon:
         text = read_file(layout) if shapes is None else _filled_in(layout, shapes)
         job = daemon.create_job(name, text, json.dumps(chosen) if chosen else "")

@@ -12,7 +12,7 @@ import trio
 from tenplexfs._pb import control_pb2, local_pb2
 from tenplexfs.core.snapshot import Head, NodeName, TxId, check_job_name, check_node_name
 from tenplexfs.daemon.clients import Clients
-from tenplexfs.daemon.config import Config
+from tenplexfs.daemon.config import Config, parse_size
 from tenplexfs.daemon.transactions import Transaction, Transactions
 from tenplexfs.daemon.view import VERSION, Metrics, View, progress_message
 from tenplexfs.errors import InvalidError, NotFoundError
@@ -27,8 +27,8 @@ from tenplexfs.storage.store import Mismatch
 
 __all__ = ["Service"]
 
-SETTINGS = ("keep_steps",)
-"""Settings of a job; each is a whole number >= 1."""
+SETTINGS = ("keep_steps", "memory")
+"""Settings of a job; each is a whole number >= 1, ``memory`` in bytes or as ``8GiB``."""
 
 
 class Service:
@@ -263,6 +263,8 @@ def _check_settings(text: str) -> bytes:
         raise InvalidError(f"settings: no valid JSON: {error}") from error
     if not isinstance(settings, dict):
         raise InvalidError("settings: need a JSON object")
+    if isinstance(memory := settings.get("memory"), str):
+        settings["memory"] = parse_size(memory, of_bytes=0)
     for name, value in settings.items():
         if name not in SETTINGS:
             raise InvalidError(f"setting {name!r}: unknown; there are: {', '.join(SETTINGS)}")

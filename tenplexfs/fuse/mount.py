@@ -95,6 +95,7 @@ class Mount:
             ) from error
         mounted = find_mount(real)
         self._device = "" if mounted is None else mounted.device
+        self._namespace.device = self._device or None
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._main)

@@ -22,7 +22,7 @@ from tenplexfs.runtime.fetching import Fetcher, Handles
 from tenplexfs.runtime.leases import LeaseTable
 from tenplexfs.runtime.namespace import Namespace
 from tenplexfs.runtime.orders import Description, StageOrder
-from tenplexfs.runtime.past import GRACE_S, Held, Past, Shown, keep_steps, step_name
+from tenplexfs.runtime.past import GRACE_S, Held, Past, Relief, Shown, job_memory_bytes, keep_steps, step_name
 from tenplexfs.runtime.planning import Expanded, StagePart, expand, stage_part
 from tenplexfs.runtime.protocols import ArraySource, PeerReader
 from tenplexfs.runtime.saving import Saves
@@ -83,6 +83,7 @@ class Member:
         self._past = Past(
             store=store, tree=tree, leases=leases, retain_s=retain_s, grace_s=grace_s, shown=self._shown
         )
+        store.relieve_by(Relief(self._past))
         self._sources: dict[TxId, ArraySource] = {}
         self._expanded: dict[TxId, Expanded] = {}
         self._staging: dict[TxId, tuple[JobName, trio.CancelScope]] = {}
@@ -221,6 +222,7 @@ class Member:
             order.created_ns,
             settings_json=order.settings_json,
             values=order.values,
+            limit_bytes=job_memory_bytes(order.settings_json),
         )
         try:
             if part is not None and order.base_txid is not None:

@@ -159,6 +159,7 @@ class Namespace:
         clock_ns: Wall clock.
 
     Attributes:
+        device: ``major:minor`` of the mount, while mounted.
         notify: While mounted, makes the kernel forget a name of the root; it blocks, and is called in a
             worker thread. The mount sets it.
     """
@@ -167,6 +168,7 @@ class Namespace:
         self, control: Control, store: Callable[[], StoreNumbers], *, clock_ns: Callable[[], int]
     ) -> None:
         self.notify: Callable[[bytes], None] | None = None
+        self.device: str | None = None
         self.store = store
         self._clock_ns = clock_ns
         self._roots: dict[JobName, SnapshotTree] = {}

@@ -17,9 +17,11 @@ from tenplexfs.core.transaction import kept_steps
 from tenplexfs.runtime.leases import LeaseTable
 from tenplexfs.runtime.namespace import Handles, Namespace
 from tenplexfs.runtime.snapshot import Snapshot
+from tenplexfs.runtime.tree import SLOT_SHIFT
+from tenplexfs.storage.processes import find_processes
 from tenplexfs.storage.store import Store
 
-__all__ = ["GRACE_S", "Held", "Past", "Shown", "keep_steps", "step_name"]
+__all__ = ["GRACE_S", "Held", "Past", "Relief", "Shown", "job_memory_bytes", "keep_steps", "step_name"]
 
 KEEP_STEPS = 2
 # A walk that meets what was freed is walked once more by the kernel; two in a row would be an error.
@@ -29,6 +31,12 @@ GRACE_S = 0.25
 def keep_steps(settings_json: bytes) -> int:
     """Returns how many steps a job keeps, the newest one counted."""
     return int(json.loads(settings_json or b"{}").get("keep_steps", KEEP_STEPS))
+
+
+def job_memory_bytes(settings_json: bytes) -> int | None:
+    """Returns what a job may take of each node's store, or None where only the store limits it."""
+    limit = json.loads(settings_json or b"{}").get("memory")
+    return None if limit is None else int(limit)
 
 
 def step_name(job: JobName, step: int) -> JobName:
@@ -150,15 +158,49 @@ class Past:
             is_held = age_s < self._grace_s or handles.files or (waited_for and age_s <= self._retain_s)
             if is_held or self._retired.get(txid) is not retired:  # another sweep may have been quicker
                 continue
-            del self._retired[txid]
-            shown = retired.shown
-            shown.view.fetcher.drop(retired.held_on)
-            for slot in _slots(shown):
-                self._tree.free(slot)
-            shown.view.arrays.release()
             now = self._shown.get(retired.job)
-            recycle = now is not None and now.head.snapshot.generation == shown.head.snapshot.generation
-            await trio.to_thread.run_sync(partial(self._store.drop, retired.job, txid, recycle=recycle))
+            generation = retired.shown.head.snapshot.generation
+            await self._free(txid, recycle=now is not None and now.head.snapshot.generation == generation)
+
+    async def relieve(self) -> bool:
+        """Frees the oldest snapshot that nobody has a file of open, and returns whether there was one.
+
+        Who is in it by a directory or a lease alone gets ESTALE. Of the kept steps the oldest goes where the
+        next one would take its place anyway.
+        """
+        for txid, retired in sorted(self._retired.items(), key=lambda item: item[1].since_s):
+            if retired.released and not self._handles(retired.shown).files and not self._is_needed(txid):
+                await self._free(txid, recycle=False)
+                return True
+        return False
+
+    def holders(self) -> list[str]:
+        """Returns the processes that hold files of the past. For a worker thread: it reads ``/proc``."""
+        slots = {slot for retired in list(self._retired.values()) for slot in _slots(retired.shown)}
+        device = self._tree.device
+
+        def is_past(of: str, inode: int) -> bool:
+            in_mount = of == device and inode >> SLOT_SHIFT in slots
+            return in_mount or self._store.is_held_elsewhere(of, inode)
+
+        return [str(process) for process in find_processes(is_past)]
+
+    def _is_needed(self, txid: TxId) -> bool:
+        job = self._retired[txid].job
+        shown = self._shown.get(job)
+        count = keep_steps(shown.settings_json) if shown is not None else 1
+        return txid in self._kept(job, count - 1)
+
+    async def _free(self, txid: TxId, *, recycle: bool) -> None:
+        retired = self._retired.pop(txid)
+        shown, step = retired.shown, retired.shown.head.snapshot.step
+        if step is not None and self._tree.slot(name := step_name(retired.job, step)) == shown.step_slot:
+            await self._tree.retract_and_invalidate(name)
+        shown.view.fetcher.drop(retired.held_on)
+        for slot in _slots(shown):
+            self._tree.free(slot)
+        shown.view.arrays.release()
+        await trio.to_thread.run_sync(partial(self._store.drop, retired.job, txid, recycle=recycle))
 
     async def _name(self, retired: _Retired) -> None:
         """Lists a kept step in the root, and takes the name from one that is not kept."""
@@ -173,16 +215,32 @@ class Past:
         else:
             await self._tree.retract_and_invalidate(name)
 
-    def _kept(self, job: JobName) -> frozenset[TxId]:
+    def _kept(self, job: JobName, count: int | None = None) -> frozenset[TxId]:
         shown = self._shown.get(job)
         if shown is None:
             return frozenset()
         past = [each.shown.head.snapshot for each in self._retired.values() if each.job == job]
-        return kept_steps(shown.head.snapshot, past, count=keep_steps(shown.settings_json))
+        count = keep_steps(shown.settings_json) if count is None else count
+        return kept_steps(shown.head.snapshot, past, count=count) if count else frozenset()
 
     def _handles(self, shown: Shown) -> Handles:
         found = [self._tree.open_handles(slot) for slot in _slots(shown)]
         return Handles(sum(each.files for each in found), sum(each.directories for each in found))
+
+
+class Relief:
+    """Frees what is past when the store has no room; called in its worker threads."""
+
+    def __init__(self, past: Past) -> None:
+        self._past = past
+
+    def relieve(self) -> bool:
+        """Frees the oldest that nobody has a file of open."""
+        return trio.from_thread.run(self._past.relieve)
+
+    def holders(self) -> list[str]:
+        """Returns who has files of it open or mapped."""
+        return self._past.holders()
 
 
 def _slots(shown: Shown) -> set[int]:

@@ -25,6 +25,7 @@ from tenplexfs.errors import (
 )
 from tenplexfs.formats.values import Values
 from tenplexfs.runtime.orders import StageOrder
+from tenplexfs.runtime.past import job_memory_bytes
 from tenplexfs.runtime.save_parts import Sums, check_tensors, join_replicas, key_of
 from tenplexfs.runtime.tasks import run_all
 from tenplexfs.storage.store import Key, SaveIngest, Store, Wanted
@@ -248,7 +249,12 @@ class Saves:
             self._fail_now(found, ConflictError(f"job {request.job}: step {request.step} was begun again"))
         new = SnapshotId(snapshot.generation, request.step, txid)
         ingest = self._store.save_ingest(
-            request.job, new, base.layout_json, self._clock_ns(), settings_json=base.settings_json
+            request.job,
+            new,
+            base.layout_json,
+            self._clock_ns(),
+            settings_json=base.settings_json,
+            limit_bytes=job_memory_bytes(base.settings_json),
         )
         made = self._attempts[where] = Attempt(base, new, request.run, ingest, request.job)
         return made

@@ -14,14 +14,27 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from tenplexfs.errors import CorruptError, NoRoomError, StaleError
 from tenplexfs.storage.directory import OBJECTS, SEGMENTS
 from tenplexfs.storage.holders import is_alone
 
-__all__ = ["FileTable"]
+__all__ = ["FileTable", "Pressure"]
 
 _PAGE = mmap.PAGESIZE
+
+
+class Pressure(Protocol):
+    """What can be done when there is no room. Called in the thread that needs it, holding no lock."""
+
+    def relieve(self) -> bool:
+        """Frees something that is not needed any more, and returns whether there was anything."""
+        ...
+
+    def holders(self) -> Sequence[str]:
+        """Returns who holds what could be freed otherwise: process ids, with names."""
+        ...
 
 
 class FileTable:
@@ -31,9 +44,13 @@ class FileTable:
         root: Directory of the store.
         limit_bytes: What the files may take together, in whole pages.
         new_id: Gives a name that was never given before.
+
+    Attributes:
+        pressure: Asked when there is no room; None is as if it could do nothing.
     """
 
     def __init__(self, root: Path, *, limit_bytes: int, new_id: Callable[[], str]) -> None:
+        self.pressure: Pressure | None = None
         self._root = root
         self._limit_bytes = limit_bytes
         self._new_id = new_id
@@ -89,6 +106,7 @@ class FileTable:
         suffix = {OBJECTS: "npy", SEGMENTS: "seg"}
         names = [f"{kind}/{self._new_id()}.{suffix[kind]}" for kind, _ in wanted]
         needed = sum(_pages(size) for _, size in wanted)
+        self._make_room(needed)
         with self._lock:
             used = self._used()
             if used + needed > self._limit_bytes:
@@ -114,6 +132,28 @@ class FileTable:
                 raise
             raise self._no_room(needed, used, "its file system") from error
         return names
+
+    def _make_room(self, needed_bytes: int) -> None:
+        """Has things freed until there is room.
+
+        Raises:
+            NoRoomError: There is none, and nothing is left that could be freed.
+        """
+        while self.used_bytes + needed_bytes > self._limit_bytes:
+            if needed_bytes > self._limit_bytes or self.pressure is None or not self.pressure.relieve():
+                holders = self.pressure.holders() if self.pressure is not None else ()
+                raise self._no_room(needed_bytes, self.used_bytes, "the limit", holders)
+
+    def bytes_of(self, names: Iterable[str]) -> int:
+        """Returns what the files ``names`` take together, each once."""
+        with self._lock:
+            return sum(self._bytes.get(name, 0) for name in set(names))
+
+    def lingering(self) -> set[int]:
+        """Returns the inodes of files that are dropped, and that other processes still have."""
+        with self._lock:
+            self._used()
+            return {os.fstat(fd).st_ino for _, fd in self._lingering}
 
     def is_recycled(self, name: str) -> bool:
         """Returns whether the file held something else before, and has its pages already."""
@@ -269,10 +309,12 @@ class FileTable:
         gone = sum(size for size, _ in self._unlinked) + sum(size for size, _ in self._lingering)
         return sum(self._bytes.values()) + self._dying_bytes + gone
 
-    def _no_room(self, needed: int, used: int, what: str) -> NoRoomError:
+    def _no_room(self, needed: int, used: int, what: str, holders: Sequence[str] = ()) -> NoRoomError:
+        held = f"; what is past is held by process {', '.join(holders)}" if holders else ""
         return NoRoomError(
             f"store {self._root}: {needed} bytes needed, {used} used, limit {self._limit_bytes}: "
-            f"{what} does not allow it; drop snapshots or raise the limit",
+            f"{what} does not allow it{held}; drop snapshots or raise the limit",
+            **({"holders": list(holders)} if holders else {}),
             needed_bytes=needed,
             used_bytes=used,
             limit_bytes=self._limit_bytes,

@@ -73,11 +73,13 @@ class Ingest:
         directory: Directory,
         files: FileTable,
         publish: Callable[[StoredSnapshot, frozenset[str]], None],
+        check_room: Callable[[int, Iterable[str]], None],
     ) -> None:
         self._snapshot = snapshot
         self._directory = directory
         self._files = files
         self._publish = publish
+        self._check_room = check_room
         self._slots: dict[Key, _Slot] = {}
         self._held: set[str] = set()
         self._fresh: list[str] = []
@@ -110,6 +112,7 @@ class Ingest:
         self._directory.check_open()
         self._check_new(key for one in wanted for key in one.keys)
         sizes, places = _lay_out(wanted)
+        self._check_room(sum(size for _, size in sizes), self._held)
         names = self._files.allocate(sizes, recycle=recycle)
         self._held.update(names)
         self._fresh += names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import secrets
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypedDict
 
 from tenplexfs.core.region import Region
 from tenplexfs.core.snapshot import JobName, SnapshotId
@@ -16,6 +18,7 @@ from tenplexfs.errors import (
     CorruptError,
     ExistsError,
     InvalidError,
+    NoRoomError,
     NotFoundError,
     PreconditionError,
     StaleError,
@@ -24,7 +27,7 @@ from tenplexfs.formats import manifest
 from tenplexfs.formats.manifest import ArrayRef, Manifest, StoredSnapshot
 from tenplexfs.storage.arrays import Mismatch, SnapshotArrays, mismatches
 from tenplexfs.storage.directory import Directory
-from tenplexfs.storage.files import FileTable
+from tenplexfs.storage.files import FileTable, Pressure
 from tenplexfs.storage.ingest import Ingest, Key, Wanted
 from tenplexfs.storage.save_ingest import SaveIngest
 
@@ -39,6 +42,13 @@ __all__ = [
     "StoredSnapshot",
     "Wanted",
 ]
+
+
+class _Parts(TypedDict):
+    directory: Directory
+    files: FileTable
+    publish: Callable[[StoredSnapshot, frozenset[str]], None]
+    check_room: Callable[[int, Iterable[str]], None]
 
 
 @dataclass(slots=True)
@@ -77,6 +87,8 @@ class Store:
         self._files = files
         self._entries: dict[tuple[str, str], _Entry] = {}
         self._lock = threading.Lock()
+        found = directory.path.stat().st_dev
+        self._device = f"{os.major(found)}:{os.minor(found)}"
 
     @classmethod
     def open(
@@ -134,8 +146,18 @@ class Store:
         *,
         settings_json: bytes = b"",
         values: bytes = b"",
+        limit_bytes: int | None = None,
     ) -> Ingest:
         """Returns an empty snapshot to be filled and sealed.
+
+        Args:
+            job: Whose it is.
+            snapshot: Which.
+            layout_json: The layout as it was given.
+            created_ns: When it is made, since 1970.
+            settings_json: The settings of the job.
+            values: What is no tensor, packed.
+            limit_bytes: What all snapshots of the job may take together, this one too.
 
         Raises:
             ExistsError: The store has a snapshot of that job and txid.
@@ -143,15 +165,60 @@ class Store:
         with self._lock:
             self._check_new(job, snapshot)
         stored = StoredSnapshot(job, snapshot, False, layout_json, created_ns, {}, settings_json, values)
-        return Ingest(stored, directory=self._directory, files=self._files, publish=self._publish)
+        return Ingest(stored, **self._parts(job, limit_bytes))
 
     def save_ingest(
-        self, job: JobName, snapshot: SnapshotId, layout_json: bytes, created_ns: int, *, settings_json: bytes
+        self,
+        job: JobName,
+        snapshot: SnapshotId,
+        layout_json: bytes,
+        created_ns: int,
+        *,
+        settings_json: bytes,
+        limit_bytes: int | None = None,
     ) -> SaveIngest:
         """Returns the same for what training processes write; a staged one of that txid is dropped first."""
         self.drop(job, snapshot.txid)
         stored = StoredSnapshot(job, snapshot, False, layout_json, created_ns, {}, settings_json)
-        return SaveIngest(stored, directory=self._directory, files=self._files, publish=self._publish)
+        return SaveIngest(stored, **self._parts(job, limit_bytes))
+
+    def _parts(self, job: JobName, limit_bytes: int | None) -> _Parts:
+        def check_room(needed_bytes: int, held: Iterable[str]) -> None:
+            if limit_bytes is not None:
+                self._check_job_room(job, limit_bytes, needed_bytes, held)
+
+        return {
+            "directory": self._directory,
+            "files": self._files,
+            "publish": self._publish,
+            "check_room": check_room,
+        }
+
+    def _check_job_room(self, job: JobName, limit_bytes: int, needed_bytes: int, held: Iterable[str]) -> None:
+        held = frozenset(held)
+        while True:
+            with self._lock:
+                names = held.union(*(e.files for e in self._entries.values() if e.stored.job == job))
+            used = self._files.bytes_of(names)
+            if used + needed_bytes <= limit_bytes:
+                return
+            pressure = self._files.pressure
+            if needed_bytes > limit_bytes or pressure is None or not pressure.relieve():
+                raise NoRoomError(
+                    f"job {job}: {needed_bytes} bytes needed on node {self.node}, {used} used, "
+                    f"its memory is {limit_bytes}: drop kept steps or raise it",
+                    needed_bytes=needed_bytes,
+                    used_bytes=used,
+                    limit_bytes=limit_bytes,
+                )
+
+    def relieve_by(self, pressure: Pressure) -> None:
+        """Has ``pressure`` asked when there is no room."""
+        self._files.pressure = pressure
+
+    def is_held_elsewhere(self, device: str, inode: int) -> bool:
+        """Returns whether that is a file of a dropped snapshot which another process still has."""
+        return device == self._device and inode in self._files.lingering()
 
     def free_spares(self) -> None:
         """Gives back the files that are kept for the next save."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tenplexfs.core.build import build_ptc
 from tenplexfs.core.snapshot import SnapshotId, TxId
 from tenplexfs.core.transaction import kept_steps
+from tenplexfs.errors import NoRoomError, StaleError
 from tenplexfs.formats.layout_json import parse_layout
 from tenplexfs.runtime.coordinator import Change
 from tenplexfs.runtime.namespace import ROOT_INO
@@ -170,6 +171,89 @@ def test_removing_a_job_removes_its_steps(cluster):
             assert listed(node) == []
             assert walk(node, "gpt@1") is None and walk(node, "gpt@2") is None
             assert node.store.snapshots() == () and node.store.used_bytes == 0
+
+    trio.run(main)
+
+
+async def store_limit(node: Node, copies: float) -> None:
+    """Lets the store hold so many copies of the state that it has."""
+    (stored,) = [each for each in node.store.snapshots() if each.arrays]
+    size = node.store._files.bytes_of({ref.file for ref in stored.arrays.values()})
+    node.store._files._limit_bytes = int(copies * size)
+
+
+def test_under_pressure_the_step_that_goes_anyway_goes_early(cluster):
+    async def main():
+        await start(cluster)
+        await save(cluster, 1)
+        for node in cluster.nodes:
+            await store_limit(node, 2.5)
+        await save(cluster, 2)
+        directories = [walk(node, "gpt@1/full") for node in cluster.nodes]
+        for node, ino in zip(cluster.nodes, directories, strict=True):
+            node.tree.opendir(ino)
+        await save(cluster, 3)
+        for node, ino in zip(cluster.nodes, directories, strict=True):
+            assert listed(node) == ["gpt", "gpt@2"]
+            with pytest.raises(StaleError):
+                node.tree.getattr(ino)
+            node.tree.releasedir(ino)
+        await check(cluster, "gpt@2", 2)
+        await check(cluster, "gpt", 3)
+
+    trio.run(main)
+
+
+def test_an_open_file_keeps_its_bytes_and_what_has_no_room_is_refused(cluster):
+    async def main():
+        await start(cluster)
+        await save(cluster, 1)
+        node = cluster.nodes[0]
+        await store_limit(node, 2.5)
+        await save(cluster, 2)
+        path = next(iter(PTC.tensors))
+        fh = node.tree.open(walk(node, f"gpt@1/full/{path}.npy"))
+        with pytest.raises(NoRoomError, match=r"bytes needed, \d+ used, limit \d+"):
+            await save(cluster, 3)
+        assert listed(node) == ["gpt", "gpt@1"]
+        content = node.tree.content(fh)
+        assert content.read(0, content.size) is not None or await content.read_wait(0, content.size)
+        await check(cluster, "gpt@1", 1)
+        await check(cluster, "gpt", 2)
+        node.tree.release(fh)
+        await save(cluster, 3)
+        await check(cluster, "gpt", 3)
+
+    trio.run(main)
+
+
+def test_the_last_kept_step_and_the_newest_are_never_taken(cluster):
+    async def main():
+        await start(cluster)
+        await save(cluster, 1)
+        for node in cluster.nodes:
+            await store_limit(node, 1.5)
+        with pytest.raises(NoRoomError):
+            await save(cluster, 2)
+        for node in cluster.nodes:
+            assert len(node.store.snapshots()) == 1
+        await check(cluster, "gpt", 1)
+
+    trio.run(main)
+
+
+def test_a_job_has_its_own_limit(cluster):
+    async def main():
+        await start(cluster, b'{"memory": 1000}')
+        with pytest.raises(
+            NoRoomError, match=r"job gpt: \d+ bytes needed on node node\d, 0 used, its memory is 1000"
+        ):
+            await save(cluster, 1)
+        assert all(node.store.used_bytes == 0 for node in cluster.nodes)
+        await cluster.nodes[0].coordinator.remove(JOB)
+        await start(cluster, b'{"memory": 100000000}')
+        await save(cluster, 1)
+        await check(cluster, "gpt", 1)
 
     trio.run(main)
 
