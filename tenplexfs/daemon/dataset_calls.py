@@ -12,7 +12,7 @@ import xxhash
 
 from tenplexfs._pb import dataset_pb2
 from tenplexfs.core.snapshot import NodeName
-from tenplexfs.errors import CorruptError, NotFoundError
+from tenplexfs.errors import CorruptError, InvalidError, NotFoundError
 from tenplexfs.rpc.peer_client import PeerClient
 from tenplexfs.runtime.datasets import Datasets
 
@@ -90,6 +90,8 @@ class SampleService:
         self, request: dataset_pb2.ReadSamplesRequest
     ) -> AsyncIterator[dataset_pb2.ReadSamplesReply]:
         """Yields what this node has of the samples."""
+        if len(request.ids) % 8:
+            raise InvalidError(f"samples: ids of {len(request.ids)} bytes, need 8 for each")
         ids = np.frombuffer(request.ids, "<i8").astype(np.int64)
         held, data = await self._datasets.held(request.digest, ids, read=request.read)
         first = held.astype("<i8").tobytes()

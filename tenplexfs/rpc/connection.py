@@ -19,8 +19,8 @@ __all__ = ["OPTIONS", "SERVICES", "Cancel", "Connection"]
 
 OPTIONS: tuple[tuple[str, int], ...] = (
     # Layouts written out are tens of MiB.
-    ("grpc.max_receive_message_length", 1 << 30),
-    ("grpc.max_send_message_length", 1 << 30),
+    ("grpc.max_receive_message_length", 1 << 28),
+    ("grpc.max_send_message_length", 1 << 28),
     ("grpc.max_metadata_size", 1 << 20),
     ("grpc.absolute_max_metadata_size", 1 << 20),
     # Frames as large as they come and a window that is open from the start: 0.9 instead of 0.67 of plain TCP.

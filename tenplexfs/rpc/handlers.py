@@ -17,7 +17,14 @@ from tenplexfs._pb import control_pb2, dataset_pb2, local_pb2, peer_pb2
 from tenplexfs.core.snapshot import JobName, TxId
 from tenplexfs.runtime.protocols import ArraySource
 
-__all__ = ["ControlHandler", "DatasetsHandler", "LocalHandler", "PeerHandler", "RangesHandler", "SamplesHandler"]
+__all__ = [
+    "ControlHandler",
+    "DatasetsHandler",
+    "LocalHandler",
+    "PeerHandler",
+    "RangesHandler",
+    "SamplesHandler",
+]
 
 
 class ControlHandler(Protocol):

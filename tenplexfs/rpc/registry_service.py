@@ -53,11 +53,16 @@ class RegistryService:
 
     async def watch(self, request: registry_pb2.WatchRequest) -> AsyncIterator[registry_pb2.HeadEvent]:
         """Yields each change."""
-        async with aclosing(self._registry.watch(int(request.revision))) as events:  # type: ignore[type-var]
+        async with aclosing(self._registry.watch(_signed(request.revision))) as events:  # type: ignore[type-var]
             async for event in events:
                 head = None if event.head is None else head_to_pb(event.head)
                 yield registry_pb2.HeadEvent(revision=event.revision, job=event.job, head=head)
 
 
 def _lock(request: registry_pb2.UnlockRequest | registry_pb2.CompareAndSetRequest) -> Lock:
-    return Lock(JobName(str(request.job)), str(request.owner), int(request.token))
+    return Lock(JobName(str(request.job)), str(request.owner), _signed(request.token))
+
+
+def _signed(number: int) -> int:
+    """Returns ``number`` as registries keep it, in 63 bits; they make no larger ones."""
+    return min(int(number), (1 << 63) - 1)

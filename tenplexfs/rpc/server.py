@@ -21,8 +21,8 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 import trio
-from google.protobuf.descriptor import ServiceDescriptor
-from google.protobuf.message import Message
+from google.protobuf.descriptor import Descriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -190,9 +190,9 @@ class _Edge:
                 if method.server_streaming
                 else (self._unary, grpc.unary_unary_rpc_method_handler)
             )
+            # The request is decoded behind the boundary: gRPC would answer INTERNAL to one that is malformed.
             methods[method.name] = kind(
-                make(getattr(handler, _python_name(method.name))),
-                request_deserializer=method.input_type._concrete_class.FromString,
+                make(getattr(handler, _python_name(method.name)), _decoder(method.input_type)),
                 response_serializer=method.output_type._concrete_class.SerializeToString,
             )
         return grpc.method_handlers_generic_handler(descriptor.full_name, methods)
@@ -212,8 +212,11 @@ class _Edge:
             scope.cancel()
         return scope
 
-    def _unary(self, method: Callable[[Any], Awaitable[Message]]) -> Callable[[Any, Any], Message]:
-        def serve_one(request: Message, context: grpc.ServicerContext) -> Message:
+    def _unary(
+        self, method: Callable[[Any], Awaitable[Message]], decode: Callable[[bytes], Message]
+    ) -> Callable[[bytes, Any], Message]:
+        def serve_one(data: bytes, context: grpc.ServicerContext) -> Message:
+            request = answer(context, lambda: decode(data))
             scope = self._scope(context)
 
             async def call() -> Message:
@@ -226,9 +229,10 @@ class _Edge:
         return serve_one
 
     def _stream(
-        self, method: Callable[[Any], AsyncIterator[Message]]
-    ) -> Callable[[Any, Any], Iterator[Message]]:
-        def serve_many(request: Message, context: grpc.ServicerContext) -> Iterator[Message]:
+        self, method: Callable[[Any], AsyncIterator[Message]], decode: Callable[[bytes], Message]
+    ) -> Callable[[bytes, Any], Iterator[Message]]:
+        def serve_many(data: bytes, context: grpc.ServicerContext) -> Iterator[Message]:
+            request = answer(context, lambda: decode(data))
             replies = self._replies(method, request, self._scope(context))
             while (reply := answer(context, lambda: next(replies, None))) is not None:
                 yield reply
@@ -263,6 +267,17 @@ class _Edge:
             raise UnavailableError("the stream was cut off: this daemon is going away, or the caller has")
         if end[0] is not None:
             raise end[0]
+
+
+def _decoder(kind: Descriptor) -> Callable[[bytes], Message]:
+    def decode(data: bytes) -> Message:
+        try:
+            message: Message = kind._concrete_class.FromString(data)
+        except DecodeError as error:
+            raise InvalidError(f"request: {len(data)} bytes that are no {kind.name}") from error
+        return message
+
+    return decode
 
 
 def _python_name(method: str) -> str:

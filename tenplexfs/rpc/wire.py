@@ -38,6 +38,7 @@ GROUP_COUNT = 4
 MAX_REQUEST_BYTES = 16 << 20
 """Half a million boxes of two dims: more are asked for in several calls."""
 _PART_BYTES = 64
+_HEAD_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,10 @@ class FetchRequest:
         Raises:
             InvalidError: It is not one, or larger than `MAX_REQUEST_BYTES`.
         """
+        if len(data) > MAX_REQUEST_BYTES + _HEAD_BYTES:
+            raise InvalidError(
+                f"request for ranges: {len(data)} bytes, at most {MAX_REQUEST_BYTES}: ask in parts"
+            )
         try:
             raw = msgspec.msgpack.decode(data, type=_Request)
             ranges = tuple(Ranges(part.rank, part.path, part.itemsize, _unpacked(part)) for part in raw.parts)
