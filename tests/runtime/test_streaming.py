@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,11 +52,22 @@ class Cluster:
     async def samples(self, node, ids_of, ids, *, read, deadline_s):
         await trio.lowlevel.checkpoint()
         self.asked.append(node)
+        if read and node == "disk":
+            which = np.arange(len(ids), dtype=np.int64)
+            return which, memoryview(BODY[ids].tobytes())
         if node not in self.windows:
             raise UnavailableError(f"node {node}: does not answer")
         return self.windows[node].held(ids)
 
-    def window(self, node: str, *, budget: int = 8 << 20, timeout_s: float = 10, **limits: float) -> Window:
+    def window(
+        self,
+        node: str,
+        *,
+        budget: int = 8 << 20,
+        timeout_s: float = 10,
+        disk_nodes: Sequence[str] = (),
+        **limits: float,
+    ) -> Window:
         reader = ObjectReader(limits=Limits(**{"backoff_s": 0.01, "gap_bytes": 0, **limits}))
         self.readers.append(reader)
         built = IndexBuilder(reader).records(
@@ -70,6 +81,7 @@ class Cluster:
             nursery=self.nursery,
             budget_bytes=budget,
             timeout_s=timeout_s,
+            disk_nodes=[NodeName(each) for each in disk_nodes],
         )
         self.server.requests.clear()
         return made
@@ -198,6 +210,18 @@ def test_a_peer_that_is_gone_costs_no_sample(server):
         window.expect([Owners(rows.partition, ((NodeName("a"),), (NodeName("gone"),)))], {})
         await rows_equal(window, rows, 0, 40)
         assert NodeName("gone") in cluster.asked
+
+    run(server, body)
+
+
+def test_samples_on_the_disk_of_another_node_come_from_there(server):
+    async def body(cluster: Cluster) -> None:
+        window = cluster.window("a", disk_nodes=["gone", "disk"])
+        await rows_equal(window, part(2).rank(1), 0, 40)
+        assert (window.counts.source, len(server.requests)) == (0, 0)
+        alone = cluster.window("b", disk_nodes=["gone"])
+        with pytest.raises(UnavailableError, match="none of gone gives them"):
+            await alone.read(part(1).rank(0), 0, 2, 0, 2 * SIZE)
 
     run(server, body)
 
