@@ -160,13 +160,8 @@ def stat_all(files: Sequence[str]) -> None:
         os.stat(file)  # noqa: PTH116 - no object for each call
 
 
-def small_files(report: Report, directories: Mapping[str, Callable[[int], Path]], size: Size) -> None:
+def small_files(report: Report, example: Example, plain: Path, mounted: Path, size: Size) -> None:
     """Each round works in directories that the kernel has not seen yet."""
-
-    def files(name: str, n: int) -> list[str]:
-        directory = directories[name](n)
-        return [str(directory / f"{i}.npy") for i in range(size.small_count)]
-
     steps = {
         "stat, cold": (stat_all, 0.8),
         "open, read, close, the first time": (open_read_close, 0.85),
@@ -174,16 +169,19 @@ def small_files(report: Report, directories: Mapping[str, Callable[[int], Path]]
         "stat, after reads": (stat_all, 0.8),
     }
     times: dict[tuple[str, str], list[float]] = {}
-    names = list(directories)
     for n in range(size.rounds + 1):
-        lists = {name: files(name, n) for name in names}
-        for step, (work, _) in steps.items():
-            for name in names[n % 2 :] + names[: n % 2]:
-                taken = timed(partial(work, lists[name]))
-                if n:
-                    times.setdefault((step, name), []).append(taken)
+        with example.mounted(plain / "small") as other:  # anew: it keeps a descriptor for each inode
+            lists = {
+                name: [str(directory / f"{i}.npy") for i in range(size.small_count)]
+                for name, directory in (("example", other), ("mount", mounted / f"{2 * n}/small"))
+            }
+            for step, (work, _) in steps.items():
+                for name in ("example", "mount") if n % 2 else ("mount", "example"):
+                    taken = timed(partial(work, lists[name]))
+                    if n:
+                        times.setdefault((step, name), []).append(taken)
     for step, (_, least) in steps.items():
-        own = ratios(times[step, "passthrough_ll"], times[step, "mount"])
+        own = ratios(times[step, "example"], times[step, "mount"])
         each = statistics.median(times[step, "mount"]) / size.small_count * 1e6
         what = f"{step}, to passthrough_ll ({each:.0f} us each)"
         report.ratio(what, statistics.median(own), least, own)
@@ -338,29 +336,35 @@ def example_sources(here: Path) -> Path:
     return EXAMPLES
 
 
-@contextmanager
-def passthrough(base: Path, source: Path) -> Iterator[Path]:
-    """Builds and mounts libfuse's example over ``source``, cache always."""
-    here, mount = base / "example", base / "passthrough"
-    here.mkdir()
-    mount.mkdir()
-    examples = example_sources(here)
-    for name in ("passthrough_ll.c", "passthrough_helpers.h"):
-        file = examples / name
-        text = file.read_bytes() if file.exists() else gzip.decompress(Path(f"{file}.gz").read_bytes())
-        (here / name).write_bytes(text)
-    flags = shell("pkg-config", "fuse3", "--cflags", "--libs").split()
-    program = here / "passthrough_ll"
-    subprocess.run(["gcc", "-O2", "-w", here / "passthrough_ll.c", "-o", program, *flags], check=True)
-    options = f"source={source},cache=always"
-    with subprocess.Popen([program, "-f", "-o", options, mount], stderr=subprocess.DEVNULL) as process:
-        try:
-            while not os.path.ismount(mount):
-                time.sleep(0.01)
-            yield mount
-        finally:
-            subprocess.run(["fusermount3", "-u", "-z", mount], check=True)
-            process.wait()
+class Example:
+    """libfuse's ``passthrough_ll``, built from its source; its cache always keeps."""
+
+    def __init__(self, here: Path) -> None:
+        here.mkdir()
+        examples = example_sources(here)
+        for name in ("passthrough_ll.c", "passthrough_helpers.h"):
+            file = examples / name
+            text = file.read_bytes() if file.exists() else gzip.decompress(Path(f"{file}.gz").read_bytes())
+            (here / name).write_bytes(text)
+        flags = shell("pkg-config", "fuse3", "--cflags", "--libs").split()
+        self._program = here / "passthrough_ll"
+        source = here / "passthrough_ll.c"
+        subprocess.run(["gcc", "-O2", "-w", source, "-o", self._program, *flags], check=True)
+        self._mount = here / "mount"
+        self._mount.mkdir()
+
+    @contextmanager
+    def mounted(self, source: Path) -> Iterator[Path]:
+        """Shows ``source`` while entered."""
+        command = [self._program, "-f", "-o", f"source={source},cache=always", self._mount]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+            try:
+                while not os.path.ismount(self._mount):
+                    time.sleep(0.01)
+                yield self._mount
+            finally:
+                subprocess.run(["fusermount3", "-u", "-z", self._mount], check=True)
+                process.wait()
 
 
 def write_inputs(base: Path, size: Size) -> None:
@@ -397,21 +401,18 @@ def main() -> None:
     size = CHECK if arguments.check else FULL
     report = Report(slack=0.5 if arguments.check else 1.0)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = max(hard, (size.rounds + 2) * size.small_count)  # the example keeps one for each inode
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with ExitStack() as stack:
         base = Path(tempfile.mkdtemp(prefix="bench-mount-", dir="/dev/shm"))
         stack.callback(shutil.rmtree, base, ignore_errors=True)
         write_inputs(base, size)
         nodes = stack.enter_context(cluster(("node0", "node1")))
-        measure(report, nodes, base, size, stack, arguments.only)
+        measure(report, nodes, base, size, arguments.only)
     if report.short and arguments.check:
         raise SystemExit(f"below half of the target: {', '.join(report.short)}")
 
 
-def measure(
-    report: Report, nodes: Sequence[Node], base: Path, size: Size, stack: ExitStack, only: str | None
-) -> None:
+def measure(report: Report, nodes: Sequence[Node], base: Path, size: Size, only: str | None) -> None:
     def wanted(*parts: str) -> bool:
         return only is None or only in parts
 
@@ -424,21 +425,16 @@ def measure(
         under_load(report, nodes, base, size)
     run("reconfigure", "bench", base / "local.json", *asked)
     if wanted("big", "small"):
-        plain = base / "plain"
+        plain, example = base / "plain", Example(base / "example")
         plain.mkdir()
         shutil.copy(node.mount / "bench/model/0/big.npy", plain / "big.npy")
-        for n in range(size.rounds + 1):
-            shutil.copytree(node.mount / "bench/model/1/small", plain / str(n))
-        mounted = stack.enter_context(passthrough(base, plain))
+        shutil.copytree(node.mount / "bench/model/1/small", plain / "small")
     if wanted("big"):
-        files = {"tmpfs": plain, "passthrough_ll": mounted, "mount": node.mount / "bench/model/0"}
-        big_reads(report, {name: path / "big.npy" for name, path in files.items()}, size.rounds)
+        with example.mounted(plain) as other:
+            files = {"tmpfs": plain, "passthrough_ll": other, "mount": node.mount / "bench/model/0"}
+            big_reads(report, {name: path / "big.npy" for name, path in files.items()}, size.rounds)
     if wanted("small"):
-        small = {
-            "passthrough_ll": lambda n: mounted / str(n),
-            "mount": lambda n: node.mount / f"bench/model/{2 * n}/small",
-        }
-        small_files(report, small, size)
+        small_files(report, example, plain, node.mount / "bench/model", size)
     if wanted("full"):
         full_reads(report, node.mount, size.rounds)
     if wanted("lists"):
