@@ -33,6 +33,7 @@ from tenplexfs.daemon.peer_service import PeerService
 from tenplexfs.daemon.service import Service
 from tenplexfs.daemon.transactions import Transactions
 from tenplexfs.daemon.view import VERSION, Metrics, View
+from tenplexfs.daemon.watchdog import check_mount, watch
 from tenplexfs.errors import PreconditionError
 from tenplexfs.fuse.mount import Mount
 from tenplexfs.rpc import server
@@ -72,6 +73,7 @@ def run(config: Config) -> int:
     """
     setup_logs()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    signal.signal(signal.SIGIO, signal.SIG_IGN)  # comes when somebody opens what a lease is just tested on
     try:
         trio.run(_serve, config)
     except BaseExceptionGroup as group:
@@ -219,6 +221,7 @@ async def _start(
             socket=_grpc_socket(config),
             credentials=access.server,
             token=access.token,
+            node=config.node,
         )
     )
     nursery.start_soon(keeper.run)
@@ -228,6 +231,8 @@ async def _start(
     if config.mount is not None:
         mount = await stack.enter_async_context(Mount(tree, config.mount, allow_other=config.allow_other))
         nursery.start_soon(_stop_when, mount.ended, stop)
+        await check_mount(mount.path)
+    nursery.start_soon(watch, config.mount)
 
 
 def _access(config: Config) -> Access:
@@ -246,7 +251,7 @@ def _registry(config: Config, access: Access, stack: AsyncExitStack) -> tuple[Re
         return EtcdRegistry(etcd, prefix=address.prefix), None
     if config.registry != config.node:
         peer = config.peers[NodeName(config.registry)]
-        connection = Connection(peer, credentials=access.channel, token=access.token)
+        connection = Connection(peer, credentials=access.channel, token=access.token, node=config.registry)
         stack.callback(connection.close)
         return RemoteRegistry(connection), None
     directory = config.store / REGISTRY

@@ -91,7 +91,7 @@ class SaveLeader:
             attempt.check()
             try:
                 part = await self._calls.collect(node, attempt.job, attempt.snapshot, attempt.leader)
-            except UnavailableError:  # it may be restarted; its ranks then save again
+            except (UnavailableError, TimedOutError):  # it may be restarted; its ranks then save again
                 await trio.sleep(0.1)
                 part = None
             if part is not None:

@@ -12,7 +12,7 @@ import tenplexfs
 from tenplexfs.core.build import build_ptc
 from tenplexfs.errors import TenplexError
 from tenplexfs.formats.layout_json import parse_layout
-from tests.runtime.cluster import shard_of, tensors_of
+from tests.states import shard_of, tensors_of
 
 
 def state_of(layout: bytes, rank: int, seed: int) -> dict[str, object]:
@@ -58,12 +58,12 @@ def main() -> None:
     job = Path(sys.argv[1])
     rank = int(sys.argv[2])
     saves = []
+    layout = (job / "layout.json").read_bytes()
     for line in sys.stdin:
         do, *arguments = json.loads(line)
         try:
             if do == "save":
                 seed, wait = arguments
-                layout = (job / "layout.json").read_bytes()
                 state = state_of(layout, rank, seed)
                 made = tenplexfs.save(state, job / "model" / str(rank), step=seed, wait=wait)
                 saves.append(made)
@@ -73,7 +73,6 @@ def main() -> None:
             elif do == "load":
                 (seed,) = arguments
                 state = tenplexfs.load(job / "model" / str(rank))
-                layout = (job / "layout.json").read_bytes()
                 answer = matches(state, state_of(layout, rank, seed))
             elif do == "should_stop":
                 answer = tenplexfs.should_stop(job, arguments[0], rank=rank)
@@ -81,7 +80,8 @@ def main() -> None:
                 raise ValueError(do)
         except (TenplexError, OSError) as error:
             answer = {"error": type(error).__name__, "message": str(error)}
-        print(json.dumps(answer), flush=True)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

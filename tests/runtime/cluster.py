@@ -12,8 +12,6 @@ from pathlib import Path
 import numpy as np
 import trio
 
-from tenplexfs.core.dtypes import dtype_of
-from tenplexfs.core.ptc import PTC
 from tenplexfs.core.snapshot import Head, JobName, NodeName, TxId
 from tenplexfs.errors import ConflictError, UnavailableError
 from tenplexfs.formats import npy
@@ -28,6 +26,8 @@ from tenplexfs.runtime.orders import Description, StageOrder
 from tenplexfs.runtime.protocols import ArraySource, FileContent, Lock, Ranges, RegistryEvent
 from tenplexfs.runtime.snapshot import Snapshot
 from tenplexfs.storage.store import Store
+from tests.states import shard_of as shard_of
+from tests.states import tensors_of as tensors_of
 
 JOB = JobName("gpt")
 LAYOUT = {
@@ -63,31 +63,6 @@ LAYOUT = {
 
 def layout_json(**changes: object) -> bytes:
     return json.dumps({**LAYOUT, **changes}).encode()
-
-
-def tensors_of(ptc: PTC, seed: int = 0) -> dict[str, np.ndarray]:
-    """Whole tensors by canonical path, any bits."""
-    rng = np.random.default_rng(seed)
-    whole = {}
-    for path in ptc.names:
-        tensor = ptc.tensors[path]
-        raw = rng.integers(0, 256, tensor.nbytes, np.uint8).tobytes()
-        whole[path] = np.frombuffer(raw, dtype_of(tensor.dtype)).reshape(tensor.shape)
-    return whole
-
-
-def shard_of(ptc: PTC, rank: int, path: str, whole: np.ndarray) -> np.ndarray:
-    """What a rank's file holds, by the pieces, element by element."""
-    shard = ptc.shard(rank, path)
-    local = np.zeros(shard.local_shape, whole.dtype)
-    for piece in shard.pieces:
-        data = whole[piece.region.as_slices()]
-        if shard.flat:
-            local.reshape(-1)[piece.at[0] : piece.at[0] + data.size] = data.reshape(-1)
-        else:
-            place = tuple(slice(a, a + n) for a, n in zip(piece.at, data.shape, strict=True))
-            local[place] = data
-    return local
 
 
 @dataclass

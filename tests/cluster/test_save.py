@@ -1,0 +1,318 @@
+"""Saves and loads of real processes through real daemons, while things die around them."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tenplexfs
+from tenplexfs.core.build import build_ptc
+from tenplexfs.errors import ConflictError, InvalidError, NoRoomError, PreconditionError
+from tenplexfs.formats.layout_json import parse_layout
+from tests.cluster.daemons import Daemon, Daemons, check, until
+from tests.cluster.rank import matches, state_of
+from tests.runtime.cluster import layout_json, tensors_of
+
+pytestmark = [pytest.mark.cluster, pytest.mark.mount]
+
+BIG = {
+    "big": {"shape": [4, 1 << 19], "dtype": "float32", "shard": [{"axis": "tp", "dim": 0}], "on": {"pp": 0}},
+    "bulk": {"shape": [3, 1 << 18], "dtype": "float64", "on": {"pp": 1}},
+}
+
+
+def layout(**changes: object) -> bytes:
+    content = json.loads(layout_json())
+    content["tensors"].update(BIG)
+    return json.dumps({**content, **changes}).encode()
+
+
+class Rank:
+    """A training process."""
+
+    def __init__(self, node: Daemon, rank: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.cluster.rank", str(node.mount / "gpt"), str(rank)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RANK": str(rank)},
+        )
+
+    def ask(self, *what: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(what).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> Any:
+        assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], 60)[0], "no answer"
+        return json.loads(self.process.stdout.readline())
+
+    def do(self, *what: object) -> Any:
+        self.ask(*what)
+        return self.hear()
+
+    def end(self, number: int = signal.SIGKILL) -> None:
+        self.process.send_signal(number)
+        self.process.wait()
+
+
+@contextmanager
+def ranks(*nodes: Daemon) -> Iterator[list[Rank]]:
+    """One process for each rank, on its node."""
+    made = [Rank(node, rank) for rank, node in enumerate(nodes)]
+    try:
+        yield made
+    finally:
+        for each in made:
+            each.end()
+            assert each.process.stdin is not None and each.process.stdout is not None
+            each.process.stdin.close()
+            each.process.stdout.close()
+
+
+def all_do(group: list[Rank], *what: object) -> list[Any]:
+    for each in group:
+        each.ask(*what)
+    return [each.hear() for each in group]
+
+
+@pytest.fixture
+def two(tmp_path):
+    with Daemons(tmp_path, 2, memory="512MiB") as daemons:
+        file = tmp_path / "layout.json"
+        file.write_bytes(layout())
+        daemons.nodes[0].ok("job", "create", "gpt", "--layout", str(file))
+        yield daemons
+
+
+def whole_of(node: Daemon, seed: int) -> dict[str, np.ndarray]:
+    return tensors_of(build_ptc(parse_layout((node.mount / "gpt" / "layout.json").read_bytes())), seed)
+
+
+def test_save_from_all_ranks_load_anywhere_reconfigure_and_go_on(two, tmp_path):
+    a, b = two.nodes
+    with ranks(a, a, b, b) as group:
+        (snapshot,) = set(all_do(group, "save", 1, True))
+        assert snapshot.startswith("1:1:")
+        for node in two.nodes:
+            assert node.job()["step"] == 1
+            check(node.mount, "gpt", whole_of(node, 1))
+        # again and again, into files that were used before
+        for seed in (2, 3, 4, 5):
+            assert len(set(all_do(group, "save", seed, False))) == 1
+            (snapshot,) = set(all_do(group, "wait"))
+            assert snapshot.startswith(f"1:{seed}:")
+            assert all_do(group, "load", seed) == [[]] * 4
+        for node in two.nodes:
+            check(node.mount, "gpt", whole_of(node, 5))
+            assert node.ok("verify")["mismatches"] == []
+            leaf = json.loads((node.mount / "gpt/model/2/per_rank/seed.json").read_text())
+            assert leaf == 1002
+        assert (a.mount / "gpt@4").is_dir()
+        state = tenplexfs.load(a.mount / "gpt@4" / "model" / "3")  # a rank of the other node, an older step
+        assert matches(state, state_of(layout(), 3, 4)) == []
+
+        file = tmp_path / "new.json"
+        tensors = {**json.loads(layout())["tensors"]}
+        for name in ("layers/{i}/w", "head", "big", "bulk", "emb"):
+            tensors[name] = {k: v for k, v in tensors[name].items() if k != "on"}
+        changed = {"mesh": {"dp": 2, "tp": 3}, "nodes": {"node0": [0, 1], "node1": [2, 3, 4, 5]}}
+        for each in tensors.values():
+            for cut in each.get("shard", ()):
+                if not cut.get("flat") and "pad_to" not in cut:
+                    cut["rule"] = "ceil"
+        file.write_bytes(layout(**changed, tensors=tensors))
+        b.ok("reconfigure", "gpt", str(file))
+        assert "generation" in group[0].do("save", 6, True)["message"]
+    whole = whole_of(a, 5)
+    for node in two.nodes:
+        check(node.mount, "gpt", whole)
+    new = (a.mount / "gpt" / "layout.json").read_bytes()
+    for rank in range(6):
+        state = tenplexfs.load((a if rank < 2 else b).mount / "gpt" / "model" / str(rank))
+        wanted = state_of(new, rank, 5)
+        wanted["per_rank"] = {"seed": 1000 + rank % 4, "names": ("a", None, {1, 2})}
+        assert matches(state, wanted) == []
+
+
+def test_a_process_that_dies_in_its_save_drops_the_step_and_the_next_run_saves(two):
+    a, b = two.nodes
+    with ranks(a, a, b, b) as group:
+        all_do(group, "save", 1, True)
+        files = set(os.listdir(b.store / "objects"))
+        for each in group[:3]:
+            each.ask("save", 2, True)
+        until(lambda: set(os.listdir(b.store / "objects")) - files)  # rank 2 has begun
+        group[2].end()
+        answers = [each.hear() for each in group[:2]]
+        assert [each["error"] for each in answers] == ["ConflictError"] * 2, answers
+        assert "the process of rank 2 ended in its save" in answers[0]["message"]
+        assert a.job()["step"] == 1
+    with ranks(a, a, b, b) as group:
+        assert all_do(group, "load", 1) == [[]] * 4
+        (snapshot,) = set(all_do(group, "save", 2, True))
+        assert snapshot.startswith("1:2:")
+    for node in two.nodes:
+        check(node.mount, "gpt", whole_of(node, 2))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_daemon_is_killed_and_restarted_in_the_middle_of_a_save(two, which):
+    a, b = two.nodes
+    with ranks(a, a, b, b) as group:
+        all_do(group, "save", 1, True)
+        waiting = [0, 1, 2] if which else [1, 2, 3]
+        last = ({0, 1, 2, 3} - set(waiting)).pop()
+        for rank in waiting:
+            group[rank].ask("save", 2, True)
+        two.nodes[which].kill()
+        two.nodes[which].start()
+        group[last].ask("save", 2, True)
+        answers = [each.hear() for each in group]
+        assert len(set(map(str, answers))) == 1 and str(answers[0]).startswith("1:2:"), answers
+        two.nodes[which].wait()
+    for node in two.nodes:
+        until(lambda node=node: node.job()["step"] == 2)
+        check(node.mount, "gpt", whole_of(node, 2))
+
+
+def test_a_store_that_is_full_refuses_the_save_and_keeps_the_step_before(tmp_path):
+    with Daemons(tmp_path, 1, memory="20MiB") as daemons:
+        (node,) = daemons.nodes
+        path = node.mount / "gpt" / "model" / "0"
+        first = {"w": np.arange(2_000_000, dtype=np.float32), "b": np.ones(3)}
+        tenplexfs.save(first, path, step=1)
+        with pytest.raises(NoRoomError, match="needed") as caught:
+            for step in (2, 3, 4):
+                tenplexfs.save({"w": first["w"] + step, "b": first["b"]}, path, step=step)
+        assert caught.value.errno == 28
+        kept = node.job()["step"]
+        state = tenplexfs.load(path)
+        expected = first["w"] + (kept if kept > 1 else 0)
+        assert state["w"].tobytes() == expected.astype(np.float32).tobytes()
+        assert node.ok("verify")["mismatches"] == []
+
+
+def test_what_does_not_fit_is_refused_by_name(two):
+    a, b = two.nodes
+    path = a.mount / "gpt" / "model" / "0"
+    good = state_of(layout(), 0, 1)
+    with pytest.raises(InvalidError, match=r"norm: wanted float64 \[\], got float32 \[2\]") as caught:
+        tenplexfs.save({**good, "norm": np.zeros(2, np.float32), "extra": np.ones(1)}, path, step=1)
+    assert "extra: the layout has none on this rank" in caught.value.message
+    missing = {key: value for key, value in good.items() if key != "emb"}
+    with pytest.raises(InvalidError, match=r"emb: wanted float32 \[6, 6\], is missing"):
+        tenplexfs.save(missing, path, step=1)
+    with pytest.raises(PreconditionError, match="rank 0 is on node node0, this is node1; save there"):
+        tenplexfs.save(good, b.mount / "gpt" / "model" / "0", step=1)
+    with pytest.raises(InvalidError, match="no rank 9"):
+        tenplexfs.save(good, a.mount / "gpt" / "model" / "9", step=1)
+    with pytest.raises(ConflictError, match="generation 7"):
+        tenplexfs.save(good, path, step=1, snapshot="7:1:00000000000000aa")
+    assert a.job()["step"] is None
+
+
+def test_replicas_that_differ_are_refused_with_tensor_and_ranks(two):
+    a, b = two.nodes
+    states = [state_of(layout(), rank, 1) for rank in range(4)]
+    odd = states[2]["norm"].copy()
+    odd.view(np.uint64)[...] ^= 1
+    states[2]["norm"] = odd
+    failures: list[Exception] = []
+
+    def save(rank: int) -> None:
+        node = (a, a, b, b)[rank]
+        try:
+            tenplexfs.save(states[rank], node.mount / "gpt" / "model" / str(rank), step=1)
+        except (InvalidError, ConflictError) as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=save, args=(rank,)) for rank in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    assert len(failures) == 4
+    assert any("norm: ranks" in str(each) and "bytes differ" in str(each) for each in failures), failures
+    assert a.job()["step"] is None
+
+
+def test_a_save_by_a_stale_step_or_without_saying_where_from_is_refused(tmp_path):
+    with Daemons(tmp_path, 1) as daemons:
+        (node,) = daemons.nodes
+        path = node.mount / "lone" / "model" / "0"
+        code = (
+            "import sys, numpy, tenplexfs; "
+            "tenplexfs.save({'w': numpy.ones(4)}, sys.argv[1], step=int(sys.argv[2]))"
+        )
+
+        def other_process(step: int) -> str:
+            done = subprocess.run(
+                [sys.executable, "-c", code, str(path), str(step)],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            return done.stderr
+
+        assert other_process(1) == ""
+        assert "say what this run was loaded from" in other_process(2)
+        tenplexfs.load(path)
+        with pytest.raises(PreconditionError, match="step 1: is at step 1 already"):
+            tenplexfs.save({"w": np.ones(4)}, path, step=1)
+        tenplexfs.save({"w": np.ones(4)}, path, step=2)
+
+
+def test_four_ranks_stop_at_one_step_save_and_are_started_again(two, tmp_path):
+    a, b = two.nodes
+    with ranks(a, a, b, b) as group:
+        all_do(group, "save", 1, True)
+        steps = [2] * 4
+        answers: dict[int, set[bool]] = {}
+        ended = [False] * 4
+        new = tmp_path / "new.json"
+        new.write_bytes(layout(nodes={"node0": [0, 1, 2], "node1": [3]}))
+        order = np.random.default_rng(0)
+        reconfigure: threading.Thread | None = None
+        result: list[Any] = []
+        for turn in range(4000):
+            if turn == 40:
+                reconfigure = threading.Thread(
+                    target=lambda: result.append(b.ok("reconfigure", "gpt", str(new), "--stop-timeout", "50"))
+                )
+                reconfigure.start()
+            rank = int(order.integers(4))
+            if ended[rank] or steps[rank] > min(s for s, e in zip(steps, ended, strict=True) if not e):
+                continue
+            answer = group[rank].do("should_stop", steps[rank])
+            answers.setdefault(steps[rank], set()).add(answer)
+            if answer:
+                ended[rank] = True
+                group[rank].ask("save", steps[rank], True)
+            else:
+                steps[rank] += 1
+            if all(ended):
+                break
+        (snapshot,) = {each.hear() for each in group}
+        assert all(len(each) == 1 for each in answers.values()), answers
+        assert [step for step, each in answers.items() if each == {True}] == [steps[0]]
+        assert reconfigure is not None
+        reconfigure.join(60)
+        assert result and snapshot.startswith(f"1:{steps[0]}:")
+    assert a.job()["generation"] == 2 and a.job()["step"] == steps[0]
+    check(a.mount, "gpt", whole_of(a, steps[0]))
+    found = tenplexfs.wait(Path(a.mount) / "gpt", state="ready", generation=2, timeout_s=30)
+    assert (found["ranks"], found["world_size"], found["stop"]) == ([0, 1, 2], 4, None)
