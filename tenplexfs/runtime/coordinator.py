@@ -123,7 +123,6 @@ class Coordinator:
         clock_ns: Callable[[], int],
     ) -> None:
         self._node = node
-        self._registry = registry
         self._heads = HeadMover(registry)
         self._calls = calls
         self._compute = compute
@@ -177,8 +176,7 @@ class Coordinator:
         job, request = change.job, request_key(change.job, change.request_id)
         if stop is not None:
             # Without the lock, for what they save on their way commits under it.
-            _, heads = await self._registry.heads()
-            now = _existing(job, heads.get(job))
+            now = _existing(job, await self._heads.current(job))
             known = await self.describe(job, now)
             found = await self._wanted(change, now, known)
             if not has_request(known.settings_json, request) and found.digest != now.layout_digest:
@@ -259,8 +257,7 @@ class Coordinator:
 
     async def plan(self, change: Change, *, operations: bool) -> dict[str, object]:
         """Returns what `reconfigure` would move, as ``plan --json`` prints it; changes nothing."""
-        _, heads = await self._registry.heads()
-        head = _existing(change.job, heads.get(change.job))
+        head = _existing(change.job, await self._heads.current(change.job))
         base = await self.describe(change.job, head)
         wanted = await self._wanted(change, head, base)
         summary = await self._compute(

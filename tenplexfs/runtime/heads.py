@@ -36,6 +36,18 @@ class HeadMover:
         self._registry = registry
         self._lock_ttl_s = lock_ttl_s
 
+    async def current(self, job: JobName) -> Head | None:
+        """Returns the head of ``job`` as it is now, or None.
+
+        Raises:
+            UnavailableError: The registry does not answer.
+        """
+        try:
+            _, heads = await self._registry.heads()
+        except UnavailableError as error:
+            raise _away(job, error) from error
+        return heads.get(job)
+
     async def under_lock(
         self,
         job: JobName,
@@ -55,7 +67,7 @@ class HeadMover:
         try:
             lock = await self._take(job, owner, patience_s)
         except UnavailableError as error:
-            raise UnavailableError(f"job {job}: the registry is away, nothing switches: {error}") from error
+            raise _away(job, error) from error
         failures: list[TenplexError] = []
         answers: list[Answer] = []
 
@@ -74,8 +86,7 @@ class HeadMover:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(renew, nursery.cancel_scope)
                 try:
-                    _, heads = await self._registry.heads()
-                    answers.append(await body(lock, heads.get(job)))
+                    answers.append(await body(lock, await self.current(job)))
                 except TenplexError as error:
                     failures.append(error)
                 nursery.cancel_scope.cancel()
@@ -139,3 +150,7 @@ class HeadMover:
         except UnavailableError:
             return None
         return after_lost_reply(expected, new, heads.get(job))
+
+
+def _away(job: JobName, error: UnavailableError) -> UnavailableError:
+    return UnavailableError(f"job {job}: the registry is away, nothing switches: {error}")
