@@ -26,6 +26,7 @@ __all__ = ["Operations"]
 _SNAPSHOT_TIMEOUT_S = 300.0
 _FIRST_SNAPSHOT_INO = 1 << SLOT_SHIFT
 _BLOCK_BYTES = 4096
+_NAME_BYTES = 255
 _DIR_MODE = stat.S_IFDIR | 0o555
 _FILE_MODE = stat.S_IFREG | 0o444
 _XATTR_NAMESPACE = b"user."
@@ -65,6 +66,8 @@ class Operations(pyfuse3.Operations):
         found = self._namespace.lookup(parent_inode, name)
         if found is not None:
             return self._fill(EntryAttributes(), found)
+        if len(name) > _NAME_BYTES:  # the kernel would ask for up to 1024
+            raise FUSEError(errno.ENAMETOOLONG)
         if parent_inode < _FIRST_SNAPSHOT_INO:
             raise FUSEError(errno.ENOENT)
         missing = EntryAttributes()
@@ -127,7 +130,7 @@ class Operations(pyfuse3.Operations):
         answer.f_bsize = answer.f_frsize = _BLOCK_BYTES
         answer.f_blocks = numbers.limit_bytes // _BLOCK_BYTES
         answer.f_bfree = answer.f_bavail = max(0, numbers.limit_bytes - numbers.used_bytes) // _BLOCK_BYTES
-        answer.f_namemax = 255
+        answer.f_namemax = _NAME_BYTES
         return answer
 
     @boundary

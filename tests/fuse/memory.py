@@ -75,6 +75,28 @@ class RemoteContent(BytesContent):
         return super().read(offset, size)
 
 
+HUGE = TensorEntry("huge", (5 << 30,), "uint8")
+
+
+class HugeContent:
+    """5 GiB that nobody holds: byte i of the data is i % 251."""
+
+    def __init__(self) -> None:
+        self._header = header(HUGE.shape, "uint8")
+        self.size = len(self._header) + HUGE.shape[0]
+
+    def read(self, offset: int, size: int) -> bytes:
+        at = np.arange(offset, min(offset + size, self.size)) - len(self._header)
+        data = (at % 251).astype(np.uint8).tobytes()
+        return self._header[offset : offset + size] + data[max(len(self._header) - offset, 0) :]
+
+    async def read_wait(self, offset: int, size: int) -> bytes:
+        return self.read(offset, size)
+
+    def close(self) -> None:
+        pass
+
+
 class MemoryView:
     """All arrays are ``version`` + something; rank ``remote_rank`` is elsewhere."""
 
@@ -91,7 +113,9 @@ class MemoryView:
     def document(self, name: str) -> bytes:
         return json.dumps({"name": name, "version": self.version}).encode()
 
-    def open_shard(self, rank: int, path: str) -> BytesContent:
+    def open_shard(self, rank: int, path: str) -> BytesContent | HugeContent:
+        if path == HUGE.key:
+            return HugeContent()
         data = npy(local(self.ptc, rank, path, self.version), self.ptc.tensors[path].dtype)
         return RemoteContent(data, self._gate) if rank == self._remote_rank else BytesContent(data)
 

@@ -27,12 +27,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 class Daemon:
     """A process that serves memory snapshots at `path`; see `server`."""
 
-    def __init__(self, path: Path, log: Path, *, grace_s: float = 0.2) -> None:
+    def __init__(self, path: Path, log: Path, *, grace_s: float = 0.2, uid: int | None = None) -> None:
         self.path = path
         self.log = log
         with log.open("ab") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.mount.server", str(path), str(grace_s)],
+                [
+                    *(sys.executable, "-m", "tests.mount.server", str(path), str(grace_s)),
+                    *([] if uid is None else [str(uid)]),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

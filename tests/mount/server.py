@@ -21,12 +21,16 @@ from tenplexfs.core.snapshot import JobName
 from tenplexfs.errors import TenplexError
 from tenplexfs.fuse.mount import Mount
 from tenplexfs.runtime.namespace import Control, Namespace, StoreNumbers
-from tests.fuse.memory import MemoryView, small_ptc
+from tests.fuse.memory import HUGE, MemoryView, small_ptc
 
 
 def say(answer: object) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 class Server:
@@ -45,21 +49,32 @@ class Server:
         self.ptcs = {}
         self.gate = trio.Event()
 
-    def ptc(self, tp: int, big: int, count: int):
-        extra = ()
+    def ptc(self, tp: int, big: int, count: int, names: tuple[str, ...], huge: bool):
+        extra = tuple(TensorEntry(name, (2,), "float32") for name in names) + ((HUGE,) if huge else ())
         if big:
             extra += (TensorEntry("big", (big,), "uint8"),)
         if count:
             extra += (TensorEntry("many/{i}", (2,), "float32", count=(("i", count),)),)
-        key = (tp, big, count)
+        key = (tp, big, count, names, huge)
         if key not in self.ptcs:
             self.ptcs[key] = small_ptc(tp, extra=extra)
         return self.ptcs[key]
 
     async def publish(
-        self, *, job="gpt", version=0, tp=2, big=0, count=0, remote=-1, fails=False, state=True
+        self,
+        *,
+        job="gpt",
+        version=0,
+        tp=2,
+        big=0,
+        count=0,
+        names=(),
+        huge=False,
+        remote=-1,
+        fails=False,
+        state=True,
     ) -> int:
-        ptc = self.ptc(tp, big, count)
+        ptc = self.ptc(tp, big, count, tuple(names), huge)
         view = MemoryView(job, version, ptc, remote_rank=remote, gate=None if fails else self.gate)
         if job not in self.job_names:
             self.job_names.append(JobName(job))
@@ -85,6 +100,15 @@ class Server:
 
     async def handles(self, *, slot: int) -> tuple[int, int]:
         return self.namespace.open_handles(slot)
+
+    async def counts(self) -> dict[str, int]:
+        """What a leak would show in."""
+        files = sum(handles.files for handles in map(self.namespace.open_handles, self.namespace._trees))
+        return {
+            "trees": len(self.namespace._trees),
+            "files": files + len(self.namespace._files) + len(self.namespace._orphans),
+            "descriptors": descriptors(),
+        }
 
     async def waiting(self) -> int:
         return self.gate.statistics().tasks_waiting
@@ -127,6 +151,10 @@ async def main(path: Path, grace_s: float) -> None:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
     sys.setswitchinterval(0.0005)
+    if len(sys.argv) > 3:  # to be somebody else, with what is imported already
+        os.setgroups([])
+        os.setgid(int(sys.argv[3]))
+        os.setuid(int(sys.argv[3]))
     try:
         trio.run(main, Path(sys.argv[1]), float(sys.argv[2]))
     except TenplexError as error:
