@@ -19,7 +19,7 @@ from types import TracebackType
 import pyfuse3
 import trio
 
-from tenplexfs.errors import TenplexError, TimedOutError, UnavailableError
+from tenplexfs.errors import PreconditionError, TenplexError, TimedOutError
 from tenplexfs.fuse.mountpoint import FSNAME, claim, find_mount, lazy_unmount
 from tenplexfs.fuse.operations import Operations
 from tenplexfs.fuse.waiting import MIN_TASKS, install
@@ -53,7 +53,7 @@ class Mount:
 
     Raises (on entering):
         ExistsError, InvalidError, PreconditionError: The directory cannot be had; see `mountpoint.claim`.
-        UnavailableError, TimedOutError: The kernel refused, or did not answer.
+        PreconditionError, TimedOutError: The kernel refused, or did not answer.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Mount:
         try:
             pyfuse3.init(operations, real, options)
         except RuntimeError as error:
-            raise UnavailableError(
+            raise PreconditionError(
                 f"mount {real}: {error}; is fusermount3 there, and may this user open /dev/fuse?"
             ) from error
         mounted = find_mount(real)

@@ -15,7 +15,10 @@ from tenplexfs._pb import control_pb2, dataset_pb2, local_pb2, peer_pb2, registr
 from tenplexfs.errors import UnavailableError
 from tenplexfs.rpc.errors import CLIENT_METADATA, error_of
 
-__all__ = ["OPTIONS", "SERVICES", "Cancel", "Connection"]
+__all__ = ["NODE_KEY", "OPTIONS", "SERVICES", "Cancel", "Connection"]
+
+NODE_KEY = "tenplexfs-node"
+"""Metadata of a call that is meant for one node: whoever else hears it refuses."""
 
 OPTIONS: tuple[tuple[str, int], ...] = (
     # Layouts written out are tens of MiB.
@@ -94,13 +97,23 @@ class Connection:
         target: ``host:port`` or ``unix:/path``.
         credentials: For TLS; none: in the clear.
         token: What the server wants to hear, if it does.
+        node: Whose daemon it has to be, if that matters.
     """
 
     def __init__(
-        self, target: str, *, credentials: grpc.ChannelCredentials | None = None, token: str | None = None
+        self,
+        target: str,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        token: str | None = None,
+        node: str | None = None,
     ) -> None:
         self.target = target
-        self._metadata = (CLIENT_METADATA, *((("authorization", f"Bearer {token}"),) if token else ()))
+        self._metadata = (
+            CLIENT_METADATA,
+            *((("authorization", f"Bearer {token}"),) if token else ()),
+            *(((NODE_KEY, node),) if node else ()),
+        )
         self._channel = (
             grpc.insecure_channel(target, options=OPTIONS)
             if credentials is None

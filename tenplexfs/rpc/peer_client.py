@@ -49,7 +49,7 @@ class PeerClient:
         self._call_deadline_s = call_deadline_s
         self._stage_deadline_s = stage_deadline_s
         self._limiter = trio.CapacityLimiter(max_calls)
-        self._connections: dict[str, Connection] = {}
+        self._connections: dict[tuple[NodeName, str], Connection] = {}
 
     def connect_to(self, node: NodeName, endpoint: str) -> None:
         """Makes ``endpoint`` the address of ``node``."""
@@ -67,10 +67,11 @@ class PeerClient:
             raise NotFoundError(
                 f"node {node}: no address; this daemon knows {', '.join(sorted(self._endpoints)) or 'none'}"
             )
-        if endpoint not in self._connections:
-            made = Connection(endpoint, credentials=self._credentials, token=self._token)
-            self._connections[endpoint] = made
-        return self._connections[endpoint]
+        key = (node, endpoint)
+        if key not in self._connections:
+            made = Connection(endpoint, credentials=self._credentials, token=self._token, node=node)
+            self._connections[key] = made
+        return self._connections[key]
 
     async def fetch(
         self,

@@ -27,7 +27,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from tenplexfs.errors import ExistsError, InvalidError, NotFoundError, UnavailableError
-from tenplexfs.rpc.connection import OPTIONS, SERVICES
+from tenplexfs.rpc.connection import NODE_KEY, OPTIONS, SERVICES
 from tenplexfs.rpc.errors import answer
 from tenplexfs.rpc.handlers import (
     ControlHandler,
@@ -64,6 +64,7 @@ async def serve(
     socket: Path | None,
     credentials: grpc.ServerCredentials | None = None,
     token: str | None = None,
+    node: str | None = None,
     grace_s: float = 0.5,
 ) -> AsyncIterator[str]:
     """Serves until the context ends; gives the address that was bound, "" without ``listen``.
@@ -81,6 +82,7 @@ async def serve(
         socket: Where the Unix socket is made, for the owner alone.
         credentials: For TLS on TCP; none: in the clear.
         token: What calls over TCP must carry, as ``authorization: Bearer <token>``.
+        node: Whose daemon this is; calls over TCP that are meant for another are refused.
         grace_s: How long running calls may take to end.
 
     Raises:
@@ -101,11 +103,11 @@ async def serve(
     try:
         address = ""
         if listen is not None:
-            over_tcp = _Server(edge, remote, ranges, token)
+            over_tcp = _Server(edge, remote, ranges, token, node)
             running.append(over_tcp)
             address = over_tcp.bind(listen, credentials)
         if socket is not None:
-            over_unix = _Server(edge, own, None, None)
+            over_unix = _Server(edge, own)
             running.append(over_unix)
             over_unix.bind_unix(socket)
         for server in running:
@@ -122,10 +124,17 @@ class _Server:
     """One gRPC server with its services, health and reflection."""
 
     def __init__(
-        self, edge: _Edge, handlers: Mapping[str, object], ranges: RangesHandler | None, token: str | None
+        self,
+        edge: _Edge,
+        handlers: Mapping[str, object],
+        ranges: RangesHandler | None = None,
+        token: str | None = None,
+        node: str | None = None,
     ) -> None:
         self._pool = ThreadPoolExecutor(_THREAD_COUNT, thread_name_prefix="grpc")
-        interceptors = () if token is None else (_TokenCheck(token),)
+        interceptors: list[grpc.ServerInterceptor] = [] if token is None else [_TokenCheck(token)]
+        if node is not None:
+            interceptors.append(_NodeCheck(node))
         self._server = grpc.server(
             self._pool, interceptors=interceptors, options=OPTIONS, maximum_concurrent_rpcs=_THREAD_COUNT
         )
@@ -331,6 +340,27 @@ class _TokenCheck(grpc.ServerInterceptor):  # type: ignore[misc]
         """Returns the handler of the call, or one that refuses."""
         given = str(dict(details.invocation_metadata).get("authorization", ""))
         return continuation(details) if hmac.compare_digest(given.encode(), self._wanted) else self._refuse
+
+
+class _NodeCheck(grpc.ServerInterceptor):  # type: ignore[misc]
+    """Refuses calls that are meant for another node: somewhere an address is wrong."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+
+    def intercept_service(
+        self, continuation: Callable[[Any], Any], details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler:
+        """Returns the handler of the call, or one that refuses."""
+        meant = dict(details.invocation_metadata).get(NODE_KEY, self._node)
+        if meant == self._node:
+            return continuation(details)
+
+        def refuse(_: Message, context: grpc.ServicerContext) -> None:
+            text = f"this is {self._node}, not {meant}: check the address of {meant}"
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+
+        return grpc.unary_unary_rpc_method_handler(refuse)
 
 
 def _check_free(listen: str) -> None:

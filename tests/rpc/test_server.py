@@ -214,6 +214,18 @@ async def test_bad_address_is_refused(listen):
             pass
 
 
+async def test_a_call_for_another_node_is_refused(connect):
+    async with running(node="n1") as (address, _, _):
+        request = control_pb2.CreateJobRequest(name="gpt")
+        for node in ("n1", None):
+            await asked(connect(address, node=node), "Control/CreateJob", request)
+        lost = connect(address, node="n2")
+        with pytest.raises(PreconditionError, match="this is n1, not n2: check the address of n2"):
+            await asked(lost, "Control/CreateJob", request)
+        with pytest.raises(PreconditionError, match="this is n1"):
+            await streamed(lost, "Control/Reconfigure", control_pb2.ReconfigureRequest())
+
+
 async def test_token(connect):
     async with running(token="secret") as (address, _, _):
         request = control_pb2.CreateJobRequest(name="gpt")
