@@ -185,7 +185,8 @@ async def test_a_watch_survives_the_death_of_etcd(server, prefix):
         await commit(registry, "gpt", head(2), head(3))
         await trio.to_thread.run_sync(server.compact)
         await commit(registry, "gpt", head(3), head(4))
-    assert found == [1, 2, 3, 4]
+    # What was compacted before the watch was back is read again as it is by then: 3 may be passed over.
+    assert found in ([1, 2, 3, 4], [1, 2, 4])
 
 
 async def test_endpoints_in_turn(server, prefix):
