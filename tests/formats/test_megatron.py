@@ -3,7 +3,7 @@ import struct
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tenplexfs.errors import CorruptError, InvalidError, TenplexError
@@ -88,6 +88,7 @@ def test_refusals(data, error, message):
         parse_idx(idx([1])).sequences(0)
 
 
+@example(b"\x01\x00\x00\x00\x00\x00\x00\x00\x81", 85)
 @given(st.binary(max_size=20), st.integers(0, 90))
 def test_damage_ends_in_our_errors(noise, at):
     data = idx([3, 2, 4])
