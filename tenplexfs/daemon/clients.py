@@ -12,6 +12,7 @@ from tenplexfs.daemon.node_calls import Desks, Nodes
 from tenplexfs.daemon.view import VERSION
 from tenplexfs.errors import InvalidError
 from tenplexfs.rpc.peer_client import PeerClient
+from tenplexfs.runtime.attempts import Base, SaveRequest
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.coordinator import Coordinator
 from tenplexfs.runtime.jobs import JobTable
@@ -19,7 +20,7 @@ from tenplexfs.runtime.member import Member
 from tenplexfs.runtime.orders import Progress, Report
 from tenplexfs.runtime.planning import layout_of_only_rank
 from tenplexfs.runtime.save_leader import SaveLeader
-from tenplexfs.runtime.saving import Base, SaveRequest, Saves
+from tenplexfs.runtime.saving import Saves
 from tenplexfs.runtime.stopping import Stopper, Stops
 from tenplexfs.unix.regions import SharedRegions
 from tenplexfs.unix.server import UnixServer

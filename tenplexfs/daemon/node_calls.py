@@ -13,11 +13,11 @@ from tenplexfs.core.stopping import Told
 from tenplexfs.formats.values import unpack
 from tenplexfs.rpc.messages import head_to_pb, snapshot_of, snapshot_to_pb
 from tenplexfs.rpc.peer_client import PeerClient
+from tenplexfs.runtime.attempts import SavePart
 from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.member import Member
 from tenplexfs.runtime.orders import Description, StageOrder
 from tenplexfs.runtime.save_parts import decode_sums
-from tenplexfs.runtime.saving import SavePart
 from tenplexfs.runtime.stopping import Stops
 
 __all__ = ["Desks", "Leasing", "Nodes"]

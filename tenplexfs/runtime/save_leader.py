@@ -11,10 +11,10 @@ from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
 from tenplexfs.errors import TenplexError, TimedOutError, UnavailableError
 from tenplexfs.formats.dataset_settings import give_cursors
 from tenplexfs.formats.values import Values, pack
+from tenplexfs.runtime.attempts import Attempt, SavePart
 from tenplexfs.runtime.coordinator import Coordinator, Saved
 from tenplexfs.runtime.planning import Resolved
 from tenplexfs.runtime.save_parts import check_sums
-from tenplexfs.runtime.saving import Attempt, SavePart
 from tenplexfs.runtime.tasks import run_all
 
 __all__ = ["CollectCalls", "SaveLeader"]

@@ -12,7 +12,7 @@ from tenplexfs.errors import CorruptError, InvalidError
 from tenplexfs.storage.store import Key, SaveIngest
 
 if TYPE_CHECKING:
-    from tenplexfs.runtime.saving import SaveRequest
+    from tenplexfs.runtime.attempts import SaveRequest
 
 __all__ = [
     "Sums",

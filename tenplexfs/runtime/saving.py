@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 import trio
 
-from tenplexfs.core.ptc import PTC
 from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId, parse_snapshot
 from tenplexfs.errors import (
     ConflictError,
@@ -24,131 +22,19 @@ from tenplexfs.errors import (
     TenplexError,
 )
 from tenplexfs.formats.values import Values
+from tenplexfs.runtime.attempts import Attempt, Base, RankSave, SavePart, SaveRequest
 from tenplexfs.runtime.orders import StageOrder
 from tenplexfs.runtime.past import job_memory_bytes
-from tenplexfs.runtime.save_parts import Sums, check_tensors, join_replicas, key_of
+from tenplexfs.runtime.save_parts import check_tensors, join_replicas, key_of
 from tenplexfs.runtime.tasks import run_all
-from tenplexfs.storage.store import Key, SaveIngest, Store, Wanted
+from tenplexfs.storage.store import Key, Store, Wanted
 
-__all__ = ["Attempt", "Base", "RankSave", "SavePart", "SaveRequest", "Saves"]
+__all__ = ["Saves"]
 
 log = logging.getLogger(__name__)
 
 _WRITER_TRIES_S = (0.0, 0.01, 0.05, 0.2)
 _SUM_TASKS = 2
-
-
-@dataclass(frozen=True)
-class Base:
-    """What a job is when a save begins.
-
-    Attributes:
-        ptc: Of its layout.
-    """
-
-    head: Head
-    ptc: PTC
-    layout_json: bytes
-    settings_json: bytes
-
-
-@dataclass(frozen=True)
-class SaveRequest:
-    """What a rank is about to save.
-
-    Attributes:
-        snapshot: What it was loaded from, or None.
-        process: Names the process, for good.
-        run: What the ranks of one run have in common.
-        tensors: Path, dtype and local shape of each.
-        ties: Path -> path of the one with the same storage.
-        document: The structure and all values.
-    """
-
-    job: JobName
-    rank: int
-    step: int
-    snapshot: str | None
-    process: str
-    run: str
-    tensors: Sequence[tuple[str, str, tuple[int, ...]]]
-    ties: Mapping[str, str]
-    document: bytes
-    consumed: int | None
-
-
-@dataclass(frozen=True)
-class SavePart:
-    """What the coordinator wants to know of a node's part.
-
-    Attributes:
-        values: Of the node's ranks, packed.
-        sums: Of its arrays, to be compared with other nodes'.
-    """
-
-    values: Values
-    sums: Sums
-
-
-@dataclass
-class RankSave:
-    """What one rank saves.
-
-    Attributes:
-        keys: Of each tensor, or None where it is tied with another.
-        files, data: Indices of the tensors that are written into files, and that come as bytes.
-    """
-
-    attempt: Attempt
-    request: SaveRequest
-    keys: list[Key | None]
-    files: list[int] = field(default_factory=list)
-    data: list[int] = field(default_factory=list)
-    received: set[int] = field(default_factory=set)
-    sums: dict[Key, tuple[int, ...]] = field(default_factory=dict)
-    is_sealed: bool = False
-
-
-class Attempt:
-    """One step that is being saved, on this node.
-
-    Attributes:
-        leader: The process of rank 0 that the coordinator speaks for, once it asked.
-        part: Once all ranks of this node are sealed.
-        is_promised: The manifest has it as staged; only the coordinator may drop it.
-        committed: The head, once it is.
-        failure: Why it will not be.
-    """
-
-    def __init__(self, base: Base, snapshot: SnapshotId, run: str, ingest: SaveIngest, job: JobName) -> None:
-        self.job = job
-        self.base = base
-        self.snapshot = snapshot
-        self.run = run
-        self.ingest = ingest
-        self.ranks: dict[int, RankSave] = {}
-        self.lock = trio.Lock()
-        self.leader: str | None = None
-        self.part: SavePart | None = None
-        self.is_promised = False
-        self.committed: Head | None = None
-        self.failure: TenplexError | None = None
-        self.changed = trio.Event()
-
-    def touch(self) -> None:
-        """Lets those who wait look again."""
-        self.changed.set()
-        self.changed = trio.Event()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it is committed or failed."""
-        return self.committed is not None or self.failure is not None
-
-    def check(self) -> None:
-        """Raises what it failed of."""
-        if self.failure is not None:
-            raise type(self.failure)(self.failure.message, **self.failure.details)
 
 
 class Saves:
@@ -176,6 +62,7 @@ class Saves:
         self._nursery = nursery
         self._clock_ns = clock_ns
         self._attempts: dict[tuple[JobName, int], Attempt] = {}
+        self._generations: dict[JobName, int] = {}
 
     # What training processes do.
 
@@ -473,6 +360,10 @@ class Saves:
 
     def settle(self, job: JobName, head: Head | None) -> None:
         """The job shows ``head`` from now on, or is gone."""
+        generation = head.snapshot.generation if head is not None else 0
+        if self._generations.get(job, generation) != generation:  # other ranks have other sizes
+            self._nursery.start_soon(trio.to_thread.run_sync, self._store.free_spares)
+        self._generations[job] = generation
         for where, attempt in list(self._attempts.items()):
             if attempt.job != job:
                 continue

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from tenplexfs.core.dtypes import dtype_of
 from tenplexfs.core.snapshot import check_job_name
 from tenplexfs.errors import InvalidError
-from tenplexfs.runtime.saving import SaveRequest
+from tenplexfs.runtime.attempts import SaveRequest
 
 __all__ = ["field", "optional", "save_request"]
 

@@ -12,9 +12,10 @@ import trio
 
 from tenplexfs.core.snapshot import Head, JobName, NodeName, check_job_name, parse_snapshot
 from tenplexfs.errors import InvalidError, NotFoundError
+from tenplexfs.runtime.attempts import Attempt, RankSave, SaveRequest
 from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.member import Member
-from tenplexfs.runtime.saving import Attempt, RankSave, SaveRequest, Saves
+from tenplexfs.runtime.saving import Saves
 from tenplexfs.runtime.snapshot import Snapshot
 from tenplexfs.runtime.stopping import Stops
 from tenplexfs.unix.loads import Load

@@ -190,7 +190,7 @@ def test_a_daemon_is_killed_and_restarted_in_the_middle_of_a_save(two, which):
 
 
 def test_a_store_that_is_full_refuses_the_save_and_keeps_the_step_before(tmp_path):
-    with Daemons(tmp_path, 1, memory="20MiB") as daemons:
+    with Daemons(tmp_path, 1, memory="12MiB") as daemons:
         (node,) = daemons.nodes
         path = node.mount / "gpt" / "model" / "0"
         first = {"w": np.arange(2_000_000, dtype=np.float32), "b": np.ones(3)}
