@@ -75,7 +75,7 @@ class _NpyFile(ABC):
 
     def _run(self, offset: int, size: int) -> tuple[int, int, int, int]:
         """The elements [first, last) that the bytes touch, and where in them the wanted ones lie."""
-        begin = max(offset - len(self._header), 0)
+        begin = max(min(offset, self.size) - len(self._header), 0)
         end = max(min(offset + size, self.size) - len(self._header), begin)
         first, last = begin // self._itemsize, -(-end // self._itemsize)
         return first, last, begin - first * self._itemsize, end - first * self._itemsize
