@@ -108,8 +108,12 @@ class Connection:
         self._ids = 0
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(ANSWER_S)
-        with self._reached():
-            self._socket.connect(path)
+        try:
+            with self._reached():
+                self._socket.connect(path)
+        except BaseException:
+            self._socket.close()
+            raise
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,158 @@
+"""The client by itself: what it imports, forks, threads, and what it says when nobody is there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tenplexfs
+from tenplexfs.client import connection
+from tenplexfs.client.connection import parse_place, patiently
+from tenplexfs.client.copying import copy_tasks
+from tenplexfs.client.mapping import map_private
+from tenplexfs.core.dtypes import EXTENDED
+from tenplexfs.errors import InvalidError, UnavailableError
+
+HEAVY = ("grpc", "trio", "pyfuse3", "torch", "msgspec", "xxhash", "google.protobuf", "httpx")
+
+
+def test_the_client_imports_nothing_of_the_daemon():
+    code = (
+        "import sys, tenplexfs; "
+        "tenplexfs.save, tenplexfs.load, tenplexfs.read; "
+        "tenplexfs.should_stop, tenplexfs.env, tenplexfs.wait; "
+        "import tenplexfs.client.copying; "
+        f"print(sorted(set({HEAVY!r}) & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[]", done.stderr
+    assert tenplexfs.EXIT_RECONFIGURE == 75
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        tenplexfs.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("path", "wanted"),
+    [
+        ("/mnt/t/gpt/model/3", ("/mnt/t", "gpt", None, 3)),
+        ("/mnt/t/gpt@120/model/3/", ("/mnt/t", "gpt", 120, 3)),
+        ("/mnt/t/gpt", ("/mnt/t", "gpt", None, None)),
+        ("/mnt/model/gpt", ("/mnt/model", "gpt", None, None)),
+        ("/mnt/t/../u/gpt/model/0", ("/mnt/u", "gpt", None, 0)),
+    ],
+)
+def test_places(path, wanted):
+    place = parse_place(path)
+    assert (str(place.mount), place.job, place.step, place.rank) == wanted
+
+
+@pytest.mark.parametrize("path", ["/mnt/t/gpt/model", "/", "/mnt/t/gpt@x/model/0"])
+def test_paths_that_name_nothing(path):
+    with pytest.raises(InvalidError, match="need <mount>/<job>"):
+        parse_place(path)
+
+
+def test_without_a_daemon_it_waits_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(connection, "_RETRY_S", 0.01)
+    monkeypatch.delenv("TENPLEXFS_SOCKET", raising=False)
+    tries = []
+
+    def work():
+        tries.append(time.monotonic())
+        return connection.socket_of(tmp_path)
+
+    with pytest.raises(UnavailableError, match=r"no daemon shows its tree there.*waited 0.05 s"):
+        patiently(work, patience_s=0.05)
+    assert len(tries) > 2
+    monkeypatch.setenv("TENPLEXFS_SOCKET", str(tmp_path / "no"))
+    with pytest.raises(UnavailableError, match=r"daemon .*/no: not reached: No such file"):
+        patiently(lambda: connection.Connection(connection.socket_of(tmp_path)), patience_s=0.02)
+
+
+def test_a_state_that_cannot_be_saved_is_refused_before_anybody_is_asked(tmp_path):
+    path = tmp_path / "gpt" / "model" / "0"
+    with pytest.raises(InvalidError, match=r"state 'x': .*needs pickle"):
+        tenplexfs.save({"x": object()}, path, step=1)
+    with pytest.raises(InvalidError, match="step -1"):
+        tenplexfs.save({}, path, step=-1)
+    with pytest.raises(InvalidError, match="model/<rank>"):
+        tenplexfs.save({}, tmp_path / "gpt", step=1)
+    with pytest.raises(InvalidError, match="framework 'x'"):
+        tenplexfs.load(path, framework="x")
+
+
+BASE = np.arange(6 << 20, dtype=np.float32).reshape(1 << 10, 6 << 10)
+VIEWS = {
+    "whole": BASE,
+    "transposed": BASE.T,
+    "strided": BASE[::3, ::2],
+    "offset": BASE[5:900, 7:],
+    "expanded": np.broadcast_to(BASE[0], (40, 6 << 10)),
+    "row": BASE[7:8],
+    "backwards": BASE[::-1],
+    "empty": BASE[:0],
+    "scalar": BASE[3, 4],
+    "column": BASE[:, 3],
+    "bfloat16": BASE.view(EXTENDED["bfloat16"])[:, ::2],
+}
+
+
+@pytest.mark.parametrize("recycled", [False, True])
+@pytest.mark.parametrize("name", VIEWS)
+def test_any_view_is_written_in_row_major_order(tmp_path, name, recycled):
+    view = np.asarray(VIEWS[name])
+    file = tmp_path / "file"
+    file.write_bytes(b"\xaa" * (192 + view.nbytes))
+    fd = os.open(file, os.O_RDWR)
+    try:
+        for task in reversed(copy_tasks(fd, 192, view, recycled=recycled)):
+            task()
+    finally:
+        os.close(fd)
+    assert file.read_bytes() == b"\xaa" * 192 + view.tobytes()
+
+
+def fds_count() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_map_is_private_writable_and_needs_no_descriptor(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(bytes(range(200)))
+    before = fds_count()
+    maps = []
+    for _ in range(50):
+        fd = os.open(file, os.O_RDONLY)
+        maps.append(map_private(fd, 200)[8:])
+        os.close(fd)
+    assert fds_count() == before
+    maps[0][:4] = 99
+    assert bytes(maps[0][:5]) == b"cccc\x0c" and bytes(maps[1][:5]) == bytes(range(8, 13))
+    assert file.read_bytes() == bytes(range(200))
+
+    def count() -> int:
+        return Path("/proc/self/maps").read_text().count(str(file))
+
+    assert count() >= 2
+    maps.clear()
+    assert count() == 0
+    assert map_private(-1, 0).nbytes == 0
+    with pytest.raises(OSError, match="mmap"):
+        map_private(-1, 5)
+
+
+def test_read_gives_the_real_dtype(tmp_path):
+    file = tmp_path / "w.npy"
+    kind = EXTENDED["bfloat16"]
+    np.save(file, np.arange(4, dtype=np.uint16).view("V2"))
+    os.setxattr(file, "user.tenplexfs.dtype", b"bfloat16")
+    found = tenplexfs.read(file)
+    assert found.dtype == kind and found.tobytes() == np.arange(4, dtype=np.uint16).tobytes()
+    os.removexattr(file, "user.tenplexfs.dtype")
+    assert tenplexfs.read(file).dtype == np.dtype("V2")
