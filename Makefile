@@ -13,7 +13,7 @@ MODEL := $(VENV)/.model
 SOURCES := tenplexfs tests protos examples benchmarks
 APT := fuse3 libfuse3-dev pkg-config build-essential python3-dev python3-venv rsync attr etcd-server iproute2
 
-.PHONY: help setup fmt lint type imports test check demo protos protos-check bench bench-mount
+.PHONY: help setup fmt lint type imports test check demo protos protos-check bench bench-mount soak
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -67,6 +67,9 @@ $(MODEL): | $(READY)
 
 demo: $(READY) $(MODEL) ## two nodes, real weights, four reconfigurations, every byte checked
 	$(BIN)/python examples/demo.py $(ARGS)
+
+soak: $(READY) ## what is short in the tests, long: 200 kills, minutes of readers; TENPLEXFS_SEED=n
+	TENPLEXFS_KILLS=200 TENPLEXFS_SOAK_S=300 $(BIN)/pytest tests/cluster/test_crash_survival.py tests/mount/test_readers.py
 
 bench-mount: $(READY) ## the mount against tmpfs and libfuse's example
 	$(BIN)/python benchmarks/bench_mount.py $(ARGS)

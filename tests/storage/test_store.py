@@ -361,3 +361,29 @@ def test_layout_of_files(sizes):
         (files[file][0] == "objects") == (n * (1 if b else 8) >= 1 << 20)
         for (file, _), (n, b) in zip(places, sizes, strict=True)
     )
+
+
+def test_a_manifest_torn_at_any_byte_is_refused_or_was_never_named(tmp_path):
+    store = Store.open(tmp_path / "s", node="n", limit_bytes=1 << 24)
+    with store.ingest(J, SnapshotId(1, 0, TxId("a" * 16)), b"{}", 1) as ingest:
+        ingest.reserve([Wanted(((0, "w"),), (3,), "float32")])
+        ingest.seal({(0, "w"): Shard((3,), (Piece(Region((0,), (3,)), (0,)),))})
+    store.commit(J, "a" * 16)
+    store.close()
+    manifest, aside = tmp_path / "s/manifest.msgpack", tmp_path / "s/manifest.next"
+    good = manifest.read_bytes()
+    for cut in range(len(good)):
+        # A crash while the next one is written: it is beside, and nobody looks at it.
+        aside.write_bytes(good[:cut])
+        again = Store.open(tmp_path / "s", node="n", limit_bytes=1 << 24)
+        assert [stored.committed for stored in again.snapshots()] == [True]
+        again.close()
+    for cut in range(len(good)):
+        # A file system that tears what was renamed: refused by name, and no file is deleted.
+        manifest.write_bytes(good[:cut])
+        with pytest.raises(CorruptError, match=r"store .*: manifest"):
+            Store.open(tmp_path / "s", node="n", limit_bytes=1 << 24)
+    manifest.write_bytes(good)
+    again = Store.open(tmp_path / "s", node="n", limit_bytes=1 << 24)
+    assert list(again.verify()) == [] and len(again.snapshots()) == 1
+    again.close()
