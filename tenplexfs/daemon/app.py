@@ -152,6 +152,7 @@ async def _start(
         read_timeout_s=config.read_timeout_s,
         retain_s=config.retain_s,
         remote_reads=config.remote_reads,
+        spill=config.spill,
         datasets=datasets,
     )
     coordinator = Coordinator(

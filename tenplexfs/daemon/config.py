@@ -42,6 +42,7 @@ SETTINGS: Mapping[str, str] = {
     "remote_reads": "Whether ranks of other nodes can be read here (on or off); default: on.",
     "read_timeout": "Seconds that a read waits for another node; default: 60.",
     "window": "Memory for the samples of a dataset that are fetched ahead, as memory; default: 1GiB.",
+    "spill": "Directory on a disk, for open files of replaced snapshots when memory is short; default: none.",
     "retain": "Seconds that a replaced snapshot is kept for nodes that do not answer; default: 600.",
     "allow_other": "Let other users read the mount (on or off); default: off.",
     "tls": "Directory of tls init: mutual TLS for all that goes over TCP.",
@@ -79,6 +80,7 @@ class Config:
     remote_reads: bool = True
     read_timeout_s: float = 60.0
     retain_s: float = 600.0
+    spill: Path | None = None
     window_bytes: int = 1 << 30
     allow_other: bool = False
     tls: Path | None = None
@@ -236,6 +238,9 @@ def _complete(settings: _Settings, environ: Mapping[str, str]) -> Config:
         store, mount = DEFAULT_ROOT_STORE, Path("/mnt/tenplexfs")
     else:
         store, mount = Path(f"/dev/shm/tenplexfs-{os.geteuid()}/{node}"), runtime / "mount"
+    spill = settings.text("spill")
+    if spill is not None and not Path(spill).is_dir():
+        raise UsageError(f"spill {spill}: no directory; make it, on a disk")
     return Config(
         node=node,
         mount=None if settings.switch("no_mount", default=False) else Path(settings.text("mount") or mount),
@@ -248,6 +253,7 @@ def _complete(settings: _Settings, environ: Mapping[str, str]) -> Config:
         remote_reads=settings.switch("remote_reads", default=True),
         read_timeout_s=settings.seconds("read_timeout", 60.0),
         retain_s=settings.seconds("retain", 600.0),
+        spill=None if spill is None else Path(spill),
         window_bytes=parse_size(settings.text("window") or "1GiB", of_bytes=_memory_bytes()),
         allow_other=settings.switch("allow_other", default=False),
         tls=None if tls is None else Path(tls),

@@ -158,6 +158,9 @@ class Service:
 
     async def status(self, request: local_pb2.StatusRequest) -> local_pb2.StatusReply:
         """Returns the state of the daemon."""
+        document = self._view.status()
+        if self._member.past():
+            document["holders"] = await trio.to_thread.run_sync(self._member.holders)
         return local_pb2.StatusReply(
             node=self._config.node,
             version=VERSION,
@@ -167,7 +170,7 @@ class Service:
             store_used_bytes=self._member.store.used_bytes,
             store_limit_bytes=self._member.store.limit_bytes,
             jobs=self._view.jobs(),
-            json=json.dumps(self._view.status()),
+            json=json.dumps(document),
         )
 
     async def list_jobs(self, request: local_pb2.ListJobsRequest) -> local_pb2.ListJobsReply:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import trio
 
@@ -45,6 +46,7 @@ class Member:
         read_timeout_s: How long a read waits for another node.
         retain_s: How long a replaced snapshot is kept for others that do not say they are done with it.
         grace_s: How long it is kept at least, for walks that are under way.
+        spill: A directory on a disk, for open files of the past when there is no room.
 
     Attributes:
         saves: Of this node; set once they are made, where training processes save.
@@ -67,6 +69,7 @@ class Member:
         retain_s: float,
         remote_reads: bool,
         grace_s: float = GRACE_S,
+        spill: Path | None = None,
         datasets: Datasets | None = None,
     ) -> None:
         self.datasets = datasets
@@ -81,7 +84,13 @@ class Member:
         self._remote_reads = remote_reads
         self._shown: dict[JobName, Shown] = {}
         self._past = Past(
-            store=store, tree=tree, leases=leases, retain_s=retain_s, grace_s=grace_s, shown=self._shown
+            store=store,
+            tree=tree,
+            leases=leases,
+            retain_s=retain_s,
+            grace_s=grace_s,
+            spill=spill,
+            shown=self._shown,
         )
         store.relieve_by(Relief(self._past))
         self._sources: dict[TxId, ArraySource] = {}
@@ -122,6 +131,10 @@ class Member:
     def past(self) -> list[Held]:
         """Returns the snapshots that are the newest no more, and still here."""
         return list(self._past.held())
+
+    def holders(self) -> list[str]:
+        """Returns the processes that hold files of the past. For a worker thread: it reads ``/proc``."""
+        return self._past.holders()
 
     def holds(self, job: JobName, txid: TxId) -> bool:
         """Returns whether this node can send bytes of a snapshot."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
@@ -263,6 +263,26 @@ class Namespace:
         for ino, _ in self._files.values():
             if ino >> SLOT_SHIFT == slot:
                 self._orphans[ino] = tree.attributes(ino)
+
+    async def replace_contents(
+        self, slots: Collection[int], make: Callable[[FileContent], Awaitable[FileContent | None]]
+    ) -> bool:
+        """Lets the open files of some slots go on with the same bytes from elsewhere, as ``make`` gives them.
+
+        Returns False once it gives None.
+        """
+        for fh, (ino, content) in list(self._files.items()):
+            if ino >> SLOT_SHIFT not in slots or fh not in self._files:
+                continue
+            new = await make(content)
+            if new is None:
+                return False
+            if fh in self._files:
+                self._files[fh] = (ino, new)
+                content.close()
+            else:  # it was closed meanwhile
+                new.close()
+        return True
 
     # What file system calls do.
 

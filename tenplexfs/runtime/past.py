@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import trio
 
@@ -17,6 +18,7 @@ from tenplexfs.core.transaction import kept_steps
 from tenplexfs.runtime.leases import LeaseTable
 from tenplexfs.runtime.namespace import Handles, Namespace
 from tenplexfs.runtime.snapshot import Snapshot
+from tenplexfs.runtime.spilling import spilled
 from tenplexfs.runtime.tree import SLOT_SHIFT
 from tenplexfs.storage.processes import find_processes
 from tenplexfs.storage.store import Store
@@ -90,6 +92,7 @@ class Past:
         shown: What the mount shows now, of each job.
         retain_s: How long a snapshot is kept for others that do not say they are done with it.
         grace_s: How long it is kept at least.
+        spill: Where open files go when there is no room.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Past:
         leases: LeaseTable,
         retain_s: float,
         grace_s: float,
+        spill: Path | None,
         shown: Mapping[JobName, Shown],
     ) -> None:
         self._store = store
@@ -107,6 +111,7 @@ class Past:
         self._leases = leases
         self._retain_s = retain_s
         self._grace_s = grace_s
+        self._spill = spill
         self._shown = shown
         self._retired: dict[TxId, _Retired] = {}
 
@@ -166,10 +171,19 @@ class Past:
         """Frees the oldest snapshot that nobody has a file of open, and returns whether there was one.
 
         Who is in it by a directory or a lease alone gets ESTALE. Of the kept steps the oldest goes where the
-        next one would take its place anyway.
+        next one would take its place anyway. When all have open files, those of the oldest are spilled.
         """
-        for txid, retired in sorted(self._retired.items(), key=lambda item: item[1].since_s):
-            if retired.released and not self._handles(retired.shown).files and not self._is_needed(txid):
+        past = sorted(self._retired.items(), key=lambda item: item[1].since_s)
+        able = [txid for txid, retired in past if retired.released and not self._is_needed(txid)]
+        for txid in able:
+            if not self._handles(self._retired[txid].shown).files:
+                await self._free(txid, recycle=False)
+                return True
+        if self._spill is None:
+            return False
+        make = partial(spilled, directory=self._spill)
+        for txid in able:
+            if await self._tree.replace_contents(_slots(self._retired[txid].shown), make):
                 await self._free(txid, recycle=False)
                 return True
         return False
