@@ -1,0 +1,261 @@
+"""Trains the GPT of `train.py` on the standard library's sources while its parallelism changes in mid-run.
+
+    python examples/gpt/elastic.py --output /tmp/gpt
+
+Two daemons; the job goes through (dp, tp, pp) = (2,1,1), (1,2,1), (1,1,2), (2,1,1), and another job, with the
+same data, never changes. With --live, `train.py` is stopped while it trains, where its ranks agree to; else
+each phase has so many steps. The samples of each step must be the same, and the loss of each step as near as
+another order of summation leaves it. Writes loss.csv and, where matplotlib is there, loss.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import multiprocessing
+import os
+import re
+import socket
+import sys
+import sysconfig
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import train
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from daemons import Node, cluster, run
+
+import tenplexfs
+
+GLOBAL_BATCH = 8
+DATA_BYTES = 1 << 20
+Mesh = tuple[int, int, int]
+Train = Callable[..., int]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """So many steps at a mesh (dp, tp, pp), on ``nodes`` with their devices."""
+
+    steps: int
+    mesh: Mesh
+    nodes: str
+
+
+@dataclass
+class Result:
+    """What a run did: loss of each step, ids of its samples on all ranks, and the last step of each phase."""
+
+    losses: dict[int, float] = field(default_factory=dict)
+    samples: dict[int, list[int]] = field(default_factory=dict)
+    ends: list[int] = field(default_factory=list)
+
+
+def phases(meshes: Sequence[Mesh], steps: int) -> list[Phase]:
+    """Returns phases of ``steps`` each; several ranks are on two nodes."""
+    worlds = [int(np.prod(mesh)) for mesh in meshes]
+    names = [f"node0:{n // 2},node1:{n // 2}" if n > 1 else "node0:1" for n in worlds]
+    return [Phase(steps, mesh, name) for mesh, name in zip(meshes, names, strict=True)]
+
+
+def write_data(file: Path) -> Path:
+    """Writes sources as rows of bytes, each with the byte that comes next."""
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = b"".join(source.read_bytes() for source in sources)[:DATA_BYTES]
+    width = train.CONTEXT + 1
+    np.save(file, np.frombuffer(text, np.uint8)[: len(text) // width * width].reshape(-1, width))
+    return file
+
+
+def layout(mesh: Mesh, nodes: str, dtype: str) -> dict[str, Any]:
+    """Returns how the state is laid out, which tenplexfs follows to other meshes: who has which layer."""
+    dp, tp, pp = mesh
+    stages = [s for s, mine in enumerate(np.array_split(range(train.LAYERS), pp)) for _ in mine]
+    tensors: dict[str, Any] = {}
+    with torch.device("meta"):
+        parameters = dict(train.GPT().named_parameters())
+    for name, parameter in parameters.items():
+        if re.search(r"blocks\.[1-9]", name):
+            continue
+        entry: dict[str, Any] = {"shape": list(parameter.shape), "dtype": dtype}
+        if "blocks" in name:
+            entry |= {"count": train.LAYERS, "on": {"pp": {"by": "i", "owner": stages}}}
+        else:
+            entry["on"] = {"pp": 0 if name.startswith(("bytes", "places")) else -1}
+        whole = {**entry, "shape": []}
+        if (part := name.split(".")[-2]) in train.COLUMNS + train.ROWS:
+            entry["shard"] = [{"axis": "tp", "dim": int(part in train.ROWS)}]
+        path = name.replace("blocks.0", "blocks.{i}").replace(".", "/")
+        tensors[f"model/{path}"] = entry
+        for moment in ("exp_avg", "exp_avg_sq"):
+            tensors[f"optimizer/state/{path}/{moment}"] = entry
+        tensors[f"optimizer/state/{path}/step"] = whole
+    return {
+        "format": "tenplexfs-layout",
+        "version": 1,
+        "mesh": {"pp": pp, "dp": dp, "tp": tp},
+        "nodes": {name: int(count) for name, count in (each.split(":") for each in nodes.split(","))},
+        "dataset": {"axis": "dp", "global_batch": GLOBAL_BATCH},
+        "tensors": tensors,
+    }
+
+
+def _rank(run_train: Train, job: Path, environment: Mapping[str, str], dtype: str, keywords: Any) -> None:  # noqa: ANN401
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(getattr(torch, dtype))
+    dist.init_process_group("gloo")
+    status = run_train(job, **keywords)
+    dist.destroy_process_group()
+    sys.exit(status)
+
+
+def launch(nodes: Sequence[Node], job: str, dtype: str, run_train: Train, **keywords: Any) -> list[Any]:  # noqa: ANN401
+    """Starts the ranks of a job, forked so that torch is imported once."""
+    now = tenplexfs.env(nodes[0].mount / job)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    fork = multiprocessing.get_context("fork")
+    ranks = []
+    for node in nodes:
+        for rank in now["nodes"].get(node.name, ()):
+            environment = {"RANK": rank, "WORLD_SIZE": now["world_size"], "MASTER_ADDR": "127.0.0.1"}
+            environment |= {"MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+            texts = {key: str(value) for key, value in environment.items()}
+            ranks.append(
+                fork.Process(target=_rank, args=(run_train, node.mount / job, texts, dtype, keywords))
+            )
+    for each in ranks:
+        each.start()
+    return ranks
+
+
+def end(ranks: Sequence[Any], status: int) -> None:
+    """Waits for ranks, which all end with ``status``."""
+    for each in ranks:
+        each.join()
+    if {each.exitcode for each in ranks} != {status}:
+        raise SystemExit(f"ranks ended with {[each.exitcode for each in ranks]}, wanted {status}")
+
+
+def _samples(job: Path, done: int) -> dict[int, list[int]]:
+    """Returns the ids that the mount gives to all ranks in each step after ``done``."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for rank in range(tenplexfs.env(job)["mesh"]["dp"]):
+        data = tenplexfs.Dataset(job / "dataset" / "train", rank=rank)
+        for step, row in enumerate(data.ids().reshape(-1, data.local_batch).tolist(), done + 1):
+            found[step] += row
+    return found
+
+
+def run_job(
+    nodes: Sequence[Node],
+    job: str,
+    data: Path,
+    plan: Sequence[Phase],
+    *,
+    dtype: str = "float32",
+    live: bool = False,
+    run_train: Train = train.train,
+    **keywords: Any,  # noqa: ANN401
+) -> Result:
+    """Trains a new job through the phases of ``plan``.
+
+    ``live``: it is changed while it trains, and stops where its ranks agree to: phases are longer then.
+    """
+    first, log, path = data.parent / f"{job}.json", data.parent / f"{job}.csv", nodes[0].mount / job
+    first.write_text(json.dumps(layout(plan[0].mesh, plan[0].nodes, dtype)))
+    log.touch()
+    at = ("--socket", nodes[0].socket)
+    run("job", "create", job, "--layout", first, *at)
+    end(launch(nodes, job, dtype, train.train, steps=0), tenplexfs.EXIT_RECONFIGURE)
+    run("dataset", "add", job, "train", "--source", data, "--seed", 7, *at)
+    result, done = Result(), 0
+    for phase, after in zip(plan, [*plan[1:], None], strict=True):
+        samples, until = _samples(path, done), done + phase.steps
+        stops = live and after is not None
+        ranks = launch(nodes, job, dtype, run_train, steps=10**9 if stops else until, log=log, **keywords)
+        if not stops:
+            end(ranks, 0)
+        while stops and log.read_text().count("\n") < until and all(each.is_alive() for each in ranks):
+            time.sleep(0.05)
+        if after is not None:
+            mesh = ",".join(
+                f"{axis}={size}" for axis, size in zip(("dp", "tp", "pp"), after.mesh, strict=True)
+            )
+            stop = ("--stop-timeout", 60) if stops else ()
+            run("reconfigure", job, "--mesh", mesh, "--nodes", after.nodes, *stop, *at)
+        if stops:
+            end(ranks, tenplexfs.EXIT_RECONFIGURE)
+        done = tenplexfs.env(path)["step"]
+        result.ends.append(done)
+        result.samples |= {step: ids for step, ids in samples.items() if step <= done}
+    with log.open() as file:
+        result.losses = {int(step): float(loss) for step, loss in csv.reader(file)}
+    return result
+
+
+def difference(one: Result, other: Result) -> float:
+    """Returns the greatest relative difference of the loss of a step."""
+    return max(abs(one.losses[step] / loss - 1) for step, loss in other.losses.items())
+
+
+def write(output: Path, runs: Mapping[str, Result], changes: Sequence[int], title: str) -> None:
+    """Writes the losses side by side as CSV, and plots them."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.with_suffix(".csv").open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["step", *runs])
+        for step in next(iter(runs.values())).losses:
+            table.writerow([step, *(repr(each.losses[step]) for each in runs.values())])
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    axes = (figure := Figure(figsize=(8, 4.5))).subplots()
+    for number, (name, each) in enumerate(runs.items()):
+        axes.plot([*each.losses], [*each.losses.values()], label=name, lw=3 if number == 0 else 1.2)
+    for step in changes:
+        axes.axvline(step + 0.5, color="gray", lw=0.8, ls=":")
+    axes.set(xlabel="step", ylabel="loss of the global batch", title=title)
+    axes.legend()
+    figure.savefig(output.with_suffix(".png"), dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("gpt"), help="directory of loss.csv and loss.png")
+    parser.add_argument("--steps", type=int, default=10, help="of each phase, at least")
+    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
+    parser.add_argument("--live", action="store_true", help="change it while it trains, not between phases")
+    arguments = parser.parse_args()
+    plan = phases(((2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1)), arguments.steps)
+    with tempfile.TemporaryDirectory() as base, cluster(("node0", "node1")) as nodes:
+        data = write_data(Path(base) / "sources.npy")
+        elastic = run_job(nodes, "elastic", data, plan, dtype=arguments.dtype, live=arguments.live)
+        steps = elastic.ends[-1]
+        never = run_job(nodes, "never", data, [replace(plan[0], steps=steps)], dtype=arguments.dtype)
+    differ = difference(elastic, never)
+    runs = {"never changed": never, "elastic": elastic}
+    write(arguments.output / "loss", runs, elastic.ends[:-1], "(dp, tp, pp) changed in mid-run")
+    print(f"{steps} steps, changed after {elastic.ends[:-1]}; the last loss is {never.losses[steps]:.3f}")
+    print(f"greatest relative difference of a step's loss: {differ:.1e}")
+    if elastic.samples != never.samples:
+        raise SystemExit("WRONG: a step did not see the same samples")
+    if differ > (1e-6 if arguments.dtype == "float64" else 1e-4):
+        raise SystemExit("WRONG: the losses differ by more than the order of summation explains")
+
+
+if __name__ == "__main__":
+    main()
