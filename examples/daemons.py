@@ -95,9 +95,7 @@ class Node:
 
 
 @contextmanager
-def cluster(
-    names: Sequence[str], *, mount: bool = True, prefix: Sequence[str] = ()
-) -> Iterator[list[Node]]:
+def cluster(names: Sequence[str], *, mount: bool = True, prefix: Sequence[str] = ()) -> Iterator[list[Node]]:
     """Daemons that know each other, in directories of their own; all of it is gone afterwards.
 
     ``prefix`` is what each command begins with, to start it elsewhere.
