@@ -164,3 +164,43 @@ def test_without_remote_reads_the_ranks_of_others_are_listed_and_not_read(tmp_pa
         for file in (remote, node.mount / "gpt/full/w.npy", node.mount / "gpt/model/1.safetensors"):
             with pytest.raises(OSError):
                 file.read_bytes()
+
+
+SAVE_MUCH = """
+import sys, numpy as np, tenplexfs
+row = np.arange(1024, dtype=np.float32)
+state = {f"b.{i}": np.broadcast_to(row + i, (16384, 1024)) for i in range(4)}
+tenplexfs.save(state, sys.argv[1], step=1)
+"""
+
+
+@pytest.fixture
+def small_group():
+    """A control group of 64 MiB: a function that moves the calling process into it."""
+    for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        group = Path(root) / f"tenplexfs-{os.getpid()}"
+        try:
+            group.mkdir()
+            (group / limit).write_text(str(64 << 20))
+        except OSError:
+            if group.is_dir():
+                group.rmdir()
+            continue
+        yield lambda group=group: (group / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
+        return
+    pytest.skip("no control group for memory can be made here")
+
+
+def test_pages_are_the_daemons_not_the_clients(start, tmp_path, small_group):
+    node = start(memory="400MiB")
+    tensors = {"b/{i}": {"shape": [16384, 1024], "dtype": "float32", "count": {"i": 4}}}
+    (tmp_path / "layout.json").write_bytes(layout_json(mesh={"tp": 1}, nodes={"node0": [0]}, tensors=tensors))
+    node.ok("job", "create", "gpt", "--layout", str(tmp_path / "layout.json"))
+    command = [sys.executable, "-c", SAVE_MUCH, str(node.mount / "gpt/model/0")]
+    done = subprocess.run(command, preexec_fn=small_group, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert node.job()["step"] == 1
+    assert kernel_bytes(node) >= 256 << 20
+    row = np.load(node.mount / "gpt/full/b/3.npy", mmap_mode="r")[-1]
+    np.testing.assert_array_equal(row, np.arange(1024, dtype=np.float32) + 3)

@@ -27,7 +27,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 class Daemon:
     """A process that serves memory snapshots at `path`; see `server`."""
 
-    def __init__(self, path: Path, log: Path, *, grace_s: float = 0.2, uid: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        log: Path,
+        *,
+        grace_s: float = 0.2,
+        uid: int | None = None,
+        allow_other: bool = False,
+    ) -> None:
         self.path = path
         self.log = log
         with log.open("ab") as errors:
@@ -35,6 +43,7 @@ class Daemon:
                 [
                     *(sys.executable, "-m", "tests.mount.server", str(path), str(grace_s)),
                     *([] if uid is None else [str(uid)]),
+                    *(["allow_other"] if allow_other else []),
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -132,7 +132,10 @@ async def commands(server: Server, stop: trio.CancelScope) -> None:
 async def main(path: Path, grace_s: float) -> None:
     server = Server()
     with trio.open_signal_receiver(signal.SIGTERM) as signals, trio.CancelScope() as stop:
-        async with Mount(server.namespace, path, grace_s=grace_s) as mount, trio.open_nursery() as nursery:
+        async with (
+            Mount(server.namespace, path, grace_s=grace_s, allow_other="allow_other" in sys.argv) as mount,
+            trio.open_nursery() as nursery,
+        ):
             nursery.start_soon(commands, server, stop)
             say(str(mount.path))
 
@@ -151,7 +154,7 @@ async def main(path: Path, grace_s: float) -> None:
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
     sys.setswitchinterval(0.0005)
-    if len(sys.argv) > 3:  # to be somebody else, with what is imported already
+    if sys.argv[3:4] not in ([], ["allow_other"]):  # to be somebody else, with what is imported already
         os.setgroups([])
         os.setgid(int(sys.argv[3]))
         os.setuid(int(sys.argv[3]))

@@ -189,3 +189,23 @@ def test_who_is_not_root_mounts_and_only_who_mounted_looks(start):
         assert find_mount(str(directory / "mnt")) is None
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="to be somebody else one has to be root")
+@pytest.mark.parametrize("allow_other", [False, True])
+def test_others_look_where_they_are_allowed_to_and_write_nowhere(start, allow_other):
+    directory = Path(tempfile.mkdtemp(dir="/tmp"))
+    directory.chmod(0o755)
+    try:
+        daemon = start(directory / "mnt", allow_other=allow_other)
+        daemon("publish", version=1)
+        as_nobody = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+        read = [*as_nobody, "cat", str(directory / "mnt/gpt/job.json")]
+        done = subprocess.run(read, capture_output=True, text=True, check=False)
+        assert ('"version": 1' in done.stdout) == allow_other, done
+        assert ("Permission denied" in done.stderr) == (not allow_other), done
+        write = [*as_nobody, "touch", str(directory / "mnt/gpt/new")]
+        assert subprocess.run(write, capture_output=True, check=False).returncode != 0
+        assert daemon.stop() == 0
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
