@@ -83,6 +83,7 @@ def save(
     allow_pickle: bool = False,
     consumed: int | None = None,
     snapshot: str | None = None,
+    run: str | None = None,
 ) -> Save:
     """Saves the state of one rank as its part of a step; the step commits when all ranks have saved theirs.
 
@@ -95,6 +96,7 @@ def save(
         consumed: How many samples of the epoch are consumed, where that is not steps times the global batch.
         snapshot: What the job was loaded from; default ``TENPLEXFS_SNAPSHOT``, else what this process last
             loaded or saved, else none, which only a job without state accepts.
+        run: What ranks have in common that save the same step together; default, what torchrun says.
 
     Raises:
         InvalidError: The state does not fit the layout, or holds what cannot be kept; nothing changed.
@@ -114,7 +116,7 @@ def save(
         "step": step,
         "snapshot": snapshot or loaded_from(place.mount, place.job),
         "process": process_name(),
-        "run": run_name(),
+        "run": run_name() if run is None else run,
         "tensors": [[path, source.dtype, source.shape] for path, source in flat.tensors.items()],
         "ties": dict(flat.ties),
         "document": flat.document,

@@ -40,6 +40,7 @@ class Exchange:
 
     Attributes:
         rank, world: Of the default process group; 0 and 1 without one.
+        turn: Which round of this name it is.
     """
 
     def __init__(self, name: str) -> None:
@@ -50,8 +51,9 @@ class Exchange:
         self._store: Any = distributed_c10d._get_default_store() if self.world > 1 else None
         self._prefix = ""
         self._posted = ""
+        self.turn = 0
         if self._store is not None:
-            turn = self._store.add(f"tenplexfs/{name}/turn{self.rank}", 1)
+            turn = self.turn = int(self._store.add(f"tenplexfs/{name}/turn{self.rank}", 1))
             self._prefix = f"tenplexfs/{name}/{turn}/"
             self._tidy(f"tenplexfs/{name}/posted{self.rank}", turn)
 
@@ -89,6 +91,8 @@ class Exchange:
 
     def fail(self, error: BaseException) -> None:
         """Tells the others that this rank cannot go on."""
+        if self.has("failure"):
+            return  # perhaps the very one
         kind = type(error) if isinstance(error, TenplexError) else TenplexError
         self.post("failure", (kind, f"rank {self.rank}: {error}"))
 

@@ -21,7 +21,7 @@ from tenplexfs.core.dtypes import dtype_of
 from tenplexfs.core.held import cuts_give, explicit_layout, on_of_ranks
 from tenplexfs.core.layout import Cut, ExplicitShard, Layout, Mesh, TensorEntry, has_braces
 from tenplexfs.errors import InvalidError
-from tenplexfs.torch.exchange import Exchange
+from tenplexfs.torch.exchange import Exchange, this_rank
 from tenplexfs.torch.placements import (
     MeshSpec,
     Split,
@@ -168,7 +168,7 @@ def shards_of(tensors: Mapping[str, DTensor]) -> dict[str, ExplicitShard]:
     meshes: dict[int, MeshSpec] = {}
     found: dict[str, ExplicitShard] = {}
     unclear: dict[MeshSpec, dict[str, TensorSpec]] = {}
-    own = dist.get_rank()
+    own = this_rank()
     for name, tensor in tensors.items():
         spec = _spec(f"tensor {name!r}", tensor, meshes, None)
         assert spec.mesh is not None

@@ -187,20 +187,22 @@ class Reader(StorageReader):
 
     def _pieces(self, plan: LoadPlan, planner: LoadPlanner) -> Iterator[tuple[str, ExplicitShard]]:
         """Yields the shards of DTensors that are not the one box that DCP takes them for."""
+        assert self._catalog is not None
         state: Mapping[str, object] = getattr(planner, "state_dict", {})
-        names = {item.dest_index.fqn for item in plan.items if item.type == LoadItemType.TENSOR}
+        # From the state, not from the plan: ranks whose part is empty must come along, and DCP may be wrong.
         spread = {
             name: tensor
-            for name in sorted(names)
-            if isinstance(tensor := state.get(name), DTensor)
+            for name, tensor in sorted(state.items())
+            if isinstance(tensor, DTensor)
             and tensor.device_mesh.get_coordinate() is not None
+            and isinstance(self._catalog.items.get(name), Stored)
         }
         boxes = {
             item.dest_index.fqn: (tuple(item.storage_offsets), tuple(item.lengths)) for item in plan.items
         }
         for name, shard in shards_of(spread).items():
-            one = [(piece.start, piece.shape) for piece, _ in shard.pieces or ()]
-            if one != [boxes[name]]:
+            whole = [(piece.start, piece.shape) for piece, _ in shard.pieces or ()]
+            if whole != ([boxes[name]] if name in boxes else []):
                 yield name, shard
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner, order: _Order, pieces: _Pieces) -> None:
@@ -221,20 +223,12 @@ class Reader(StorageReader):
         assert self._catalog is not None and self._sources is not None
         targets: list[tuple[RegionOf, torch.Tensor]] = []
         commits: list[tuple[ReadItem, torch.Tensor]] = []
-        special: set[str] = set()
         for item in plan.items:
             name = item.dest_index.fqn
             found = self._catalog.items[item.storage_index.fqn]
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, _saved(self._value(found)))
-            elif name in pieces and isinstance(found, Stored):
-                if name not in special:
-                    special.add(name)
-                    local = cast(Any, planner).lookup_tensor(MetadataIndex(name)).detach()
-                    for box, at in pieces[name].pieces or ():
-                        place = tuple(slice(a, a + n) for a, n in zip(at, box.shape, strict=True))
-                        targets.append((RegionOf(found.path, box.start, box.stop, found.dtype), local[place]))
-            else:
+            elif name not in pieces:
                 target = planner.resolve_tensor(item).detach()
                 region = self._region(item)
                 if region is None:
@@ -247,6 +241,12 @@ class Reader(StorageReader):
                 else:
                     targets.append((region, target))
                 commits.append((item, target))
+        for name, shard in pieces.items():
+            stored = cast(Stored, self._catalog.items[name])
+            local = cast(Any, planner).lookup_tensor(MetadataIndex(name)).detach()
+            for box, at in shard.pieces or ():
+                place = tuple(slice(a, a + n) for a, n in zip(at, box.shape, strict=True))
+                targets.append((RegionOf(stored.path, box.start, box.stop, stored.dtype), local[place]))
         self._copy(targets, order)
         for item, target in commits:
             planner.commit_tensor(item, target)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tenplexfs.client.jobs import should_stop as ask
-from tenplexfs.errors import UnavailableError
+from tenplexfs.errors import NotFoundError, UnavailableError
 
 __all__ = ["should_stop"]
 
@@ -16,7 +16,8 @@ __all__ = ["should_stop"]
 def should_stop(path: str | os.PathLike[str], step: int, *, group: dist.ProcessGroup | None = None) -> bool:
     """Returns whether to save this step and end with `tenplexfs.EXIT_RECONFIGURE`; the same on all ranks.
 
-    A collective: all ranks of ``group`` call it once a step, rank 0 asks for all.
+    A collective: all ranks of ``group`` call it once a step, rank 0 asks for all. While there is no such job,
+    which its first save makes, it is False.
 
     Args:
         path: ``<mount>/<job>``.
@@ -24,16 +25,15 @@ def should_stop(path: str | os.PathLike[str], step: int, *, group: dist.ProcessG
         group: Default: all ranks.
 
     Raises:
-        NotFoundError: There is no such job.
         UnavailableError: The daemon stayed away.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        return ask(path, step, rank=0, for_all=True)
+        return _ask(path, step, rank=0)
     failure: BaseException | None = None
     answer = 0
     if dist.get_rank(group) == 0:
         try:
-            answer = int(ask(path, step, rank=dist.get_rank(), for_all=True))
+            answer = int(_ask(path, step, rank=dist.get_rank()))
         except BaseException as error:  # the others wait for an answer
             failure, answer = error, 2
     device = "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
@@ -44,3 +44,10 @@ def should_stop(path: str | os.PathLike[str], step: int, *, group: dist.ProcessG
     if (heard := int(told)) == 2:
         raise UnavailableError(f"should_stop {path}: rank 0 got no answer")
     return bool(heard)
+
+
+def _ask(path: str | os.PathLike[str], step: int, *, rank: int) -> bool:
+    try:
+        return ask(path, step, rank=rank, for_all=True)
+    except NotFoundError:
+        return False

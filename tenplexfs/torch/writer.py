@@ -20,6 +20,7 @@ from torch.futures import Future
 from tenplexfs.client.jobs import env
 from tenplexfs.client.regions import create_job, node_of, place_of_job
 from tenplexfs.client.saving import save
+from tenplexfs.client.session import run_name
 from tenplexfs.core.layout import Layout, TensorEntry
 from tenplexfs.core.snapshot import NodeName
 from tenplexfs.errors import ConflictError, InvalidError, NotFoundError, PreconditionError
@@ -151,6 +152,8 @@ class Writer(StorageWriter):
                 self._take_lowest(exchange, values, lowest)
                 ready = values.prepare(allow_pickle=self._allow_pickle)
             self._save(exchange, ready)
+            if lowest and exchange.rank == 0:
+                self._warn(lowest)
         except (InvalidError, ConflictError) as error:
             # Only some bytes of big tensors were compared; the daemons compare all.
             if _DIFFER in error.message and not whole and exchange.world > 1:
@@ -226,15 +229,16 @@ class Writer(StorageWriter):
                 exchange.post(f"value/{key}", values.values[name])
             else:
                 values.values[name] = exchange.get(f"value/{key}")
-        if exchange.rank == 0:
-            names = sorted({key.partition("\0")[0] for key in lowest})
-            shown = f"{', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"
-            warnings.warn(
-                f"tenplexfs: job {self._place.job}, step {self._step}: {len(names)} values differ by rank, "
-                f"and the lowest rank's are kept: {shown}; "
-                "name those in rank_local that each rank is to keep its own of",
-                stacklevel=2,
-            )
+
+    def _warn(self, lowest: Mapping[str, int]) -> None:
+        names = sorted({key.partition("\0")[0] for key in lowest})
+        shown = f"{', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"
+        warnings.warn(
+            f"tenplexfs: job {self._place.job}, step {self._step}: {len(names)} values differ by rank, "
+            f"and the lowest rank's are kept: {shown}; "
+            "name those in rank_local that each rank is to keep its own of",
+            stacklevel=2,
+        )
 
     def _save(self, exchange: Exchange, ready: RankState) -> None:
         if exchange.rank:
@@ -248,6 +252,8 @@ class Writer(StorageWriter):
             allow_pickle=self._allow_pickle,
             consumed=self._consumed,
             snapshot=self._snapshot,
+            # A step that failed may be saved again by the same processes.
+            run=f"{run_name()}.{exchange.turn}",
         )
         while not made.ended_within(_PAUSE_S):
             try:

@@ -1,0 +1,468 @@
+"""What ranks do in the tests of `Writer` and `Reader`; each runs on all ranks of a group."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+)
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tenplexfs.errors import TenplexError
+from tenplexfs.torch import Reader, Writer
+
+JOB = "gpt"
+
+
+@dataclass
+class Context:
+    rank: int
+    world: int
+    mount: Path
+    where: Path
+
+    @property
+    def job(self) -> Path:
+        return self.mount / JOB
+
+
+def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from leaves(each, f"{path}.{key}")
+    elif isinstance(value, list):
+        for i, each in enumerate(value):
+            yield from leaves(each, f"{path}.{i}")
+    else:
+        yield path, value
+
+
+def bits(value: object) -> object:
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    if isinstance(value, torch.Tensor):
+        local = value.detach().contiguous()
+        return str(local.dtype), tuple(local.shape), local.view(-1).view(torch.uint8).numpy().tobytes()
+    return type(value), value
+
+
+def same(found: object, wanted: object) -> None:
+    a, b = dict(leaves(found)), dict(leaves(wanted))
+    assert a.keys() == b.keys(), a.keys() ^ b.keys()
+    wrong = [key for key in b if bits(a[key]) != bits(b[key])]
+    assert not wrong, (wrong, a[wrong[0]], b[wrong[0]])
+
+
+def blank(value: Any) -> Any:
+    """The same state, of other values, as the target of a load."""
+    if isinstance(value, dict):
+        return {key: blank(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [blank(each) for each in value]
+    if isinstance(value, torch.Tensor):
+        return torch.zeros_like(value)
+    return "nothing"
+
+
+def spread(shape: tuple[int, ...], mesh: DeviceMesh, placements: list[Any], dtype=torch.float32) -> DTensor:
+    count = int(torch.Size(shape).numel())
+    whole = (torch.arange(count) % 249).reshape(shape).to(dtype)
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 7) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(10, 6)
+        self.up = nn.Linear(6, width)
+        self.down = nn.Linear(width, 6)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 10, bias=False)
+        self.head.weight = self.emb.weight
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.down(torch.relu(self.up(self.emb(x))))))
+
+
+def trained(mesh: DeviceMesh, kind: str, *, seed: int = 0, width: int = 7) -> dict[str, Any]:
+    """A model that took two steps, its optimizer and schedule, as a script gives them to DCP."""
+    torch.manual_seed(seed)
+    net = Net(width)
+    if kind == "half":
+        net = net.to(torch.bfloat16)
+    if kind == "ddp":
+        pass
+    elif kind == "tp":
+        parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    elif kind == "fsdp_tp":
+        parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(net, mesh=mesh["dp"])
+    else:
+        fully_shard(net, mesh=mesh)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, foreach=False)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    for step in range(2):
+        if kind in ("tp", "fsdp_tp"):  # gradients of any value do, and need no forward that fits
+            for i, parameter in enumerate(net.parameters()):
+                parameter.grad = torch.ones_like(parameter) * (0.1 * i + step)
+        else:
+            net(torch.arange(5)).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    model, optim = get_state_dict(net, optimizer)
+    return {"model": model, "optim": optim, "schedule": schedule.state_dict()}
+
+
+def states(world: int) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Kinds of state that a group of ``world`` ranks can have."""
+    line = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    found = {
+        "ddp": lambda: trained(line, "ddp"),
+        "fsdp": lambda: trained(line, "fsdp"),
+        "half": lambda: trained(line, "half"),
+        "tp": lambda: trained(line, "tp", width=8),
+    }
+    if world >= 4:
+        grid = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+        hybrid = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replica", "shard"))
+        found["hsdp"] = lambda: trained(hybrid, "hsdp")
+        found["fsdp_tp"] = lambda: trained(grid, "fsdp_tp", width=8)
+        found["uneven"] = lambda: {
+            "a": spread((5, 7), grid, [Shard(0), Shard(1)]),
+            "b": spread((3, 5), grid, [Replicate(), Shard(1)], torch.float16),
+            "c": spread((2, 3), grid, [Shard(0), Shard(0)], torch.int64),
+            "d": spread((), grid, [Replicate(), Replicate()]),
+            "e": spread((0, 3), grid, [Shard(0), Replicate()], torch.bfloat16),
+            "f": spread((300, 1100), grid, [Shard(1), Shard(0)]),
+        }
+    found["plain"] = lambda: {
+        "step": 3,
+        "args": {"lr": 0.1, "names": ["a", None], "nested": [{"x": 1}, {"x": [2, torch.arange(3)]}]},
+        "pair": (1, "two", b"three"),
+        "flags": torch.tensor([True, False]),
+        "complex": torch.tensor([1 + 2j]),
+        "empty": torch.empty(0, 3),
+        "dots.in.name": torch.arange(3, dtype=torch.int16),
+        "best": float("inf"),
+    }
+    return found
+
+
+def every_kind(at: Context) -> list[str]:
+    """Saves and loads each kind of state, against DCP's own files."""
+    kinds = states(at.world)
+    for kind, make in kinds.items():
+        state = make()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            dcp.save(state, storage_writer=Writer(at.mount / f"{kind}-{at.world}", step=1))
+        dcp.save(state, storage_writer=FileSystemWriter(at.where / f"{kind}-{at.world}"))
+        ours, theirs = blank(state), blank(state)
+        dcp.load(ours, storage_reader=Reader(at.mount / f"{kind}-{at.world}"))
+        dcp.load(theirs, storage_reader=FileSystemReader(at.where / f"{kind}-{at.world}"))
+        same(ours, theirs)
+        same(ours, state) if kind != "plain" else None
+    return sorted(kinds)
+
+
+def other_meshes(at: Context, saved: int) -> None:
+    """Loads what a group of ``saved`` ranks saved into this group's meshes, against DCP's own files."""
+    for kind, make in states(at.world).items():
+        name = f"{kind}-{saved}"
+        if not (at.where / name).is_dir():
+            continue
+        state = make()
+        ours, theirs = blank(state), blank(state)
+        dcp.load(ours, storage_reader=Reader(at.mount / name))
+        dcp.load(theirs, storage_reader=FileSystemReader(at.where / name))
+        same(ours, theirs)
+    meshes = [init_device_mesh("cpu", (at.world,))]
+    if at.world >= 4:
+        meshes.append(init_device_mesh("cpu", (2, at.world // 2)))
+    for mesh in meshes:
+        for dim in (0, 1):
+            cut = [Replicate()] * (mesh.ndim - 1) + [Shard(dim)]
+            found = {"f": torch.zeros_like(spread((300, 1100), mesh, cut)), "a": spread((5, 7), mesh, cut)}
+            if (at.where / f"uneven-{saved}").is_dir():
+                dcp.load(found, storage_reader=Reader(at.mount / f"uneven-{saved}"))
+                same(found, {"f": spread((300, 1100), mesh, cut), "a": spread((5, 7), mesh, cut)})
+
+
+def save_traps(at: Context) -> dict[str, Any]:
+    """One job, saved again and again in the ways that DCP makes hard."""
+    mesh = init_device_mesh("cpu", (at.world,), mesh_dim_names=("dp",))
+    state = {
+        "w": spread((6, 3), mesh, [Shard(0)]),
+        "copies": spread((4, 2), mesh, [Replicate()]),
+        "plain": torch.zeros(70000),
+        "rng": torch.get_rng_state(),
+        "own": {"seed": 0},
+        "step": 0,
+    }
+
+    def change(step: int) -> None:
+        state["step"] = step
+        state["plain"].fill_(step)
+        state["w"].to_local().fill_(step * 10 + at.rank)
+        state["copies"].to_local().fill_(step)
+        state["own"]["seed"] = 100 * step + at.rank
+        state["rng"] = torch.full((5056,), (step + at.rank) % 250, dtype=torch.uint8)
+
+    def save(step: int, **options: Any) -> None:
+        planner = options.pop("planner", None)
+        writer = Writer(at.job, step=step, rank_local=("rng", "own.*"), **options)
+        dcp.save(state, storage_writer=writer, planner=planner)
+
+    def check(wanted: Any = None) -> None:
+        found = blank(state)
+        dcp.load(found, storage_reader=Reader(at.job))
+        same(found, state if wanted is None else wanted)
+
+    change(1)
+    save(1)
+    check()
+    for step in (2, 3, 4):  # from the second on, local plans are empty
+        change(step)
+        save(step, planner=DefaultSavePlanner(enable_plan_caching=True))
+        check()
+    change(5)
+    before = copy.deepcopy(state)
+    writer = Writer(at.job, step=5, rank_local=("rng", "own.*"))
+    aside = dist.new_group(list(range(at.world)))  # DCP's collectives must not meet those of the loop
+    future = dcp.async_save(state, storage_writer=writer, process_group=aside)
+    change(77)
+    for _ in range(5):
+        dist.all_reduce(torch.ones(1000))
+    future.result()
+    check(before)
+
+    # What differs is the lowest rank's, and is named.
+    change(6)
+    state["step"], state["plain"] = 6 + at.rank, torch.full((70000,), 6.0)
+    state["plain"][40000] = at.rank  # where nobody looks at first
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        save(6)
+    said = [str(each.message) for each in caught if "differ by rank" in str(each.message)]
+    assert len(said) == (1 if at.rank == 0 else 0), said
+    assert not said or ("2 values" in said[0] and "plain, step" in said[0]), said
+    state["step"] = 6
+    state["plain"][40000] = 0
+    check()
+
+    # Replicas of a DTensor that differ.
+    change(7)
+    state["copies"].to_local()[1, 1] = at.rank
+    try:
+        save(7)
+    except CheckpointException as error:
+        assert "copies: ranks 0 and 1 hold the same part, and their bytes differ" in str(error), error
+    else:
+        raise AssertionError("replicas differ")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save(7, replica_mismatch="lowest")
+    state["copies"].to_local()[1, 1] = 0
+    check()
+
+    # A rank that fails takes all with it, at once, and the step before stays.
+    change(8)
+    broken = {**state, "own": {"seed": object() if at.rank == at.world - 1 else 1}}
+    for each, wanted in [(broken, "needs pickle"), ({**state, "w": torch.ones(2)}, "w: wanted float32")]:
+        try:
+            dcp.save(each, storage_writer=Writer(at.job, step=8, rank_local=("rng", "own.*")))
+        except CheckpointException as error:
+            assert wanted in str(error), error
+        else:
+            raise AssertionError(wanted)
+    change(7)
+    state["copies"].to_local()[1, 1] = 0
+    check()
+
+    refusals = refused(at, state)
+    change(8)
+    save(8)
+    check()
+    return refusals
+
+
+class _Bare(dcp.SavePlanner):
+    """A planner that shows nothing."""
+
+    def __init__(self) -> None:
+        self._inner = DefaultSavePlanner()
+
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+        self._inner.set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def create_local_plan(self):
+        return self._inner.create_local_plan()
+
+    def create_global_plan(self, all_plans):
+        return self._inner.create_global_plan(all_plans)
+
+    def finish_plan(self, new_plan):
+        return self._inner.finish_plan(new_plan)
+
+    def resolve_data(self, write_item):
+        return self._inner.resolve_data(write_item)
+
+
+def refused(at: Context, state: dict[str, Any]) -> dict[str, str]:
+    """What is refused, and how it is said."""
+    said: dict[str, str] = {}
+
+    def attempt(name: str, do: Callable[[], object]) -> None:
+        try:
+            do()
+        except (CheckpointException, TenplexError) as error:
+            said[name] = str(error)
+        else:
+            said[name] = "done"
+
+    groups = [dist.new_group([rank]) for rank in range(at.world)]
+    own = groups[at.rank]
+    attempt("bare", lambda: dcp.save(state, storage_writer=Writer(at.job, step=9), planner=_Bare()))
+    attempt(
+        "step", lambda: dcp.save(state, storage_writer=Writer(at.job, step=3, rank_local=("rng", "own.*")))
+    )
+    attempt("part", lambda: dcp.save(state, storage_writer=Writer(at.job, step=9), process_group=own))
+    attempt("id", lambda: dcp.save(state, checkpoint_id="x", storage_writer=Writer(at.job, step=9)))
+    attempt(
+        "other", lambda: dcp.save({}, storage_writer=Writer(at.job, step=9, snapshot="9:1:00000000000000aa"))
+    )
+    attempt("absent", lambda: dcp.load({"w": torch.ones(1)}, storage_reader=Reader(at.mount / "absent")))
+    attempt("missing", lambda: dcp.load({"nope": torch.ones(1)}, storage_reader=Reader(at.job)))
+    attempt("shape", lambda: dcp.load({"plain": torch.ones(3)}, storage_reader=Reader(at.job)))
+    return said
+
+
+def stages(at: Context) -> None:
+    """Pipeline stages: each has a mesh, parameters and values of its own, and a weight is on two of them."""
+    grid = init_device_mesh("cpu", (2, at.world // 2), mesh_dim_names=("pp", "dp"))
+    stage = grid.get_local_rank("pp")
+    state: dict[str, Any] = {f"layers.{stage}.w": spread((5, 3), grid["dp"], [Shard(0)]), "common": 1}
+    state[f"only{stage}"] = {"seed": stage, "t": torch.full((2,), float(stage))}
+    if at.world == 8 or stage == 0:
+        state["shared"] = spread((4, 4), grid["dp"], [Shard(1)])
+    dcp.save(state, storage_writer=Writer(at.job, step=1))
+    found = blank(state)
+    dcp.load(found, storage_reader=Reader(at.job))
+    same(found, state)
+    everything = {f"layers.{i}.w": torch.zeros(5, 3) for i in range(2)}
+    everything |= {f"only{i}": {"seed": None, "t": torch.zeros(2)} for i in range(2)}
+    dcp.load(everything, storage_reader=Reader(at.job))
+    whole = (torch.arange(15) % 249).reshape(5, 3).float()
+    same(
+        everything,
+        {f"layers.{i}.w": whole for i in range(2)}
+        | {f"only{i}": {"seed": i, "t": torch.full((2,), float(i))} for i in range(2)},
+    )
+
+
+def strided(at: Context) -> None:
+    """FSDP2 over tensor parallelism on a dim that does not divide, where DCP's box is wrong."""
+    grid = init_device_mesh("cpu", (at.world // 2, 2), mesh_dim_names=("dp", "tp"))
+    for width in (9, 18):
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Linear(4, width))
+        parallelize_module(net, grid["tp"], {"0": ColwiseParallel()})
+        fully_shard(net, mesh=grid["dp"])
+        state = dict(net.state_dict())
+        job = at.mount / f"strided{width}"
+        dcp.save(state, storage_writer=Writer(job, step=1))
+        found = blank(state)
+        dcp.load(found, storage_reader=Reader(job))
+        same(found, state)
+        torch.manual_seed(3)
+        plain = nn.Sequential(nn.Linear(4, width)).state_dict()
+        whole = blank(dict(plain))
+        dcp.load(whole, storage_reader=Reader(job))
+        same(whole, dict(plain))
+
+
+def lone(at: Context) -> None:
+    """No process group at all, a planner that flattens nothing, and objects that need pickle."""
+    state = {"w": torch.arange(6.0), "args": {"a": [1, torch.ones(2)]}, "at": (torch.zeros(1), "x")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, storage_writer=Writer(at.mount / "lone", step=1))
+        found = blank(state)
+        dcp.load(found, storage_reader=Reader(at.mount / "lone"))
+        same(found["w"], state["w"])
+        same(found["args"], state["args"])
+        assert torch.equal(found["at"][0], state["at"][0]) and found["at"][1] == "x"
+        flat = {**state, "path": Path("x")}
+        dcp.save(
+            flat,
+            storage_writer=Writer(at.mount / "flat", step=1, allow_pickle=True),
+            planner=DefaultSavePlanner(flatten_state_dict=False),
+        )
+        found = {"w": torch.zeros(6), "args": None, "path": None}
+        dcp.load(
+            found,
+            storage_reader=Reader(at.mount / "flat", allow_pickle=True),
+            # DCP fills a copy of the state otherwise, and gives back nothing.
+            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+        )
+        same(found["args"], state["args"])
+        assert found["path"] == Path("x")
+
+
+def elastic_save(at: Context, step: int, seed: int) -> None:
+    """Trains from what is there, or from the start, and saves; returns nothing that depends on the mesh."""
+    mesh = init_device_mesh("cpu", (at.world,), mesh_dim_names=("dp",))
+    torch.manual_seed(seed)
+    net = Net(8)
+    fully_shard(net, mesh=mesh)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, foreach=False)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    model, optim = get_state_dict(net, optimizer)
+    state = {"model": model, "optim": optim, "rng": torch.full((16,), at.rank), "step": 0}
+    if step > 1:
+        dcp.load(state, storage_reader=Reader(at.job))
+        assert state["step"] == step - 1
+        set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    for parameter in net.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer.step()
+    model, optim = get_state_dict(net, optimizer)
+    state = {"model": model, "optim": optim, "rng": state["rng"], "step": step}
+    dcp.save(state, storage_writer=Writer(at.job, step=step, rank_local=("rng",)))
+
+
+def elastic_read(at: Context) -> dict[str, Any]:
+    """The whole state, as one rank sees it."""
+    net = Net(8)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, foreach=False)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    model, optim = get_state_dict(net, optimizer)
+    state = {"model": model, "optim": optim, "rng": torch.zeros(16, dtype=torch.int64), "step": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, storage_reader=Reader(at.job))
+    return {path: str(bits(value)) for path, value in leaves(state)}

@@ -1,0 +1,166 @@
+"""`dcp.save` and `dcp.load` through real daemons, against DCP's own files, bit for bit, on gloo ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tenplexfs
+from tests.cluster.daemons import Daemon, Daemons
+
+pytestmark = [pytest.mark.cluster, pytest.mark.mount]
+
+
+class Ranks:
+    """Groups of ranks, one after the other."""
+
+    def __init__(self) -> None:
+        environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "GLOO_SOCKET_IFNAME": "lo"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.torch.ranks"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},
+        )
+
+    def run(self, check: str, where: Path, nodes: list[Daemon], **arguments: Any) -> list[Any]:
+        """Runs ``check`` with one rank for each of ``nodes``, which is its node."""
+        return self._run(check, where, nodes, len(nodes), arguments)
+
+    def run_alone(self, check: str, where: Path, node: Daemon, **arguments: Any) -> Any:
+        """Runs ``check`` without a process group."""
+        return self._run(check, where, [node], 0, arguments)[0]
+
+    def _run(self, check: str, where: Path, nodes: list[Daemon], world: int, arguments: Any) -> list[Any]:
+        mounts = [str(node.mount) for node in nodes]
+        order = {
+            "check": check,
+            "world": world,
+            "mounts": mounts,
+            "where": str(where),
+            "arguments": arguments,
+        }
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(order).encode() + b"\n")
+        self.process.stdin.flush()
+        results = json.loads(self.process.stdout.readline())
+        failures = [
+            f"rank {rank}: {each['failure']}" for rank, each in enumerate(results) if "failure" in each
+        ]
+        logs = "\n".join(node.log.read_text()[-2000:] for node in dict.fromkeys(nodes))
+        assert not failures, "\n".join([*failures, logs])
+        return [each["ok"] for each in results]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    made = Ranks()
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory):
+    return tmp_path_factory.mktemp("dcp")
+
+
+@pytest.fixture(scope="module")
+def nodes(where):
+    with Daemons(where, 2, memory="512MiB") as daemons:
+        yield daemons.nodes
+
+
+def even(nodes: list[Daemon], world: int) -> list[Daemon]:
+    """The first half of the ranks is on the first node."""
+    return [nodes[rank * 2 // max(world, 2)] for rank in range(world)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_every_kind_of_state_comes_back_as_from_dcp(ranks, where, nodes, world):
+    (kinds, *_) = ranks.run("every_kind", where, even(nodes, world))
+    assert {"fsdp", "tp", "half", "ddp", "plain"} <= set(kinds)
+    assert (world < 4) == ("hsdp" not in kinds)
+
+
+@pytest.mark.parametrize(("saved", "world"), [(4, 1), (4, 2), (1, 4), (4, 8), (8, 4)])
+def test_every_kind_of_state_loads_at_other_meshes_as_from_dcp(ranks, where, nodes, saved, world):
+    ranks.run("other_meshes", where, even(nodes, world), saved=saved)
+
+
+def test_the_mount_shows_what_was_saved(where, nodes):
+    job = nodes[0].mount / "fsdp-4"
+    layout = json.loads((job / "layout.json").read_text())
+    assert layout["mesh"] == {"dp": 4}
+    assert layout["nodes"] == {"node0": [0, 1], "node1": [2, 3]}
+    assert layout["tensors"]["model/head/weight"]["alias"] == "model/emb/weight"
+    state = tenplexfs.load(job / "model" / "3")
+    assert sorted(state) == ["model", "optim", "schedule"]
+    assert "up.weight" in state["model"]
+    whole = np.load(job / "full" / "model" / "emb" / "weight.npy")
+    np.testing.assert_array_equal(state["model"]["emb.weight"], whole[9:10])
+    assert json.loads((job / "model" / "0" / "schedule" / "last_epoch.json").read_text()) == 2
+    assert (
+        json.loads((nodes[0].mount / "half-4" / "layout.json").read_text())["tensors"]["model/norm/bias"][
+            "dtype"
+        ]
+        == "bfloat16"
+    )
+
+
+def test_caching_async_rank_local_values_and_failures(ranks, where, nodes, tmp_path):
+    with Daemons(tmp_path, 2, memory="128MiB") as daemons:
+        (said, *_) = ranks.run("save_traps", tmp_path, even(daemons.nodes, 2))
+        wanted = {
+            "bare": "planner _Bare: has no state_dict",
+            "step": "step 3: is at step 7 already",
+            "part": "1 of 2 ranks save: all must",
+            "id": "give Writer(path, step=) alone",
+            "other": "generation 9",
+            "absent": "job absent: no such job",
+            "missing": "Missing key in checkpoint state_dict: nope",
+            "shape": "Size mismatch",
+        }
+        assert {name: text for name, text in wanted.items() if text not in said[name]} == {}, said
+        leaf = json.loads((daemons.nodes[0].mount / "gpt" / "model" / "1" / "own" / "seed.json").read_text())
+        assert leaf == 801
+        assert daemons.nodes[1].ok("verify")["mismatches"] == []
+
+
+@pytest.mark.parametrize("world", [4, 8])
+def test_pipeline_stages_with_meshes_of_their_own(ranks, nodes, tmp_path, world):
+    with Daemons(tmp_path, 2) as daemons:
+        ranks.run("stages", tmp_path, even(daemons.nodes, world))
+        if world == 8:
+            ranks.run("strided", tmp_path, even(daemons.nodes, world))
+
+
+def test_without_a_process_group(ranks, tmp_path):
+    with Daemons(tmp_path, 1) as daemons:
+        ranks.run_alone("lone", tmp_path, daemons.nodes[0])
+
+
+def test_save_reconfigure_load_and_save_again(ranks, tmp_path):
+    with Daemons(tmp_path, 2) as daemons:
+        a, b = daemons.nodes
+        ranks.run("elastic_save", tmp_path, [a, a, b, b], step=1, seed=1)
+        before = ranks.run_alone("elastic_read", tmp_path, a)
+        for step, mesh, there in [(2, "dp=2", [a, b]), (3, "dp=3", [a, b, b]), (4, "dp=1", [b])]:
+            names = ",".join(f"{node.name}:{there.count(node)}" for node in dict.fromkeys(there))
+            a.ok("reconfigure", "gpt", "--mesh", mesh, "--nodes", names)
+            after = ranks.run_alone("elastic_read", tmp_path, b)
+            assert after == before
+            placed = {rank: node for node in daemons.nodes for rank in a.job()["nodes"].get(node.name, ())}
+            ranks.run("elastic_save", tmp_path, [placed[r] for r in range(len(there))], step=step, seed=step)
+            assert a.job()["step"] == step
+            before = ranks.run_alone("elastic_read", tmp_path, a)
