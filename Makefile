@@ -81,6 +81,10 @@ bench: $(READY) ## the figures of docs/benchmarks.md
 bench-dataset: $(READY) ## samples through the mount against np.memmap; as root also ARGS=--remote
 	$(BIN)/python benchmarks/bench_dataset.py $(ARGS)
 
+.PHONY: bench-state
+bench-state: $(READY) ## saves and loads against files on tmpfs
+	$(BIN)/python benchmarks/bench_state.py $(ARGS)
+
 .PHONY: bench-network
 bench-network: $(READY) ## reconfigurations over links of a given rate, as root
 	$(BIN)/python benchmarks/bench_network.py $(ARGS)

@@ -54,6 +54,7 @@ def dtype_of(name: str) -> np.dtype[np.generic]:
     return dtype
 
 
+@cache
 def dtype_name(dtype: np.dtype[np.generic]) -> str:
     """Returns the name of ``dtype``, such that ``dtype_of`` gives it back.
 

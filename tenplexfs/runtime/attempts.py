@@ -92,6 +92,7 @@ class Attempt:
     """One step that is being saved, on this node.
 
     Attributes:
+        reserving_count: Ranks for which room is being taken now.
         leader: The process of rank 0 that the coordinator speaks for, once it asked.
         part: Once all ranks of this node are sealed.
         is_promised: The manifest has it as staged; only the coordinator may drop it.
@@ -107,6 +108,7 @@ class Attempt:
         self.ingest = ingest
         self.ranks: dict[int, RankSave] = {}
         self.lock = trio.Lock()
+        self.reserving_count = 0
         self.leader: str | None = None
         self.part: SavePart | None = None
         self.is_promised = False

@@ -89,9 +89,13 @@ class Saves:
         kinds = {path: (shape, dtype) for path, dtype, shape in request.tensors}
         rooms = [Wanted(tuple(keys), *kinds[key[1]]) for key, keys in wanted.items()]
         try:
-            async with attempt.lock:
-                attempt.check()
+            attempt.check()
+            attempt.reserving_count += 1
+            try:
                 await trio.to_thread.run_sync(partial(attempt.ingest.reserve, rooms, recycle=True))
+            finally:
+                attempt.reserving_count -= 1
+                attempt.touch()
         except TenplexError as error:
             await self.fail(attempt, error)
             raise
@@ -276,6 +280,8 @@ class Saves:
         await self._drop(attempt)
 
     async def _drop(self, attempt: Attempt) -> None:
+        while attempt.reserving_count:
+            await attempt.changed.wait()
         async with attempt.lock:
             await trio.to_thread.run_sync(attempt.ingest.drop)
 

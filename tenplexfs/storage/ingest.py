@@ -63,7 +63,8 @@ class Ingest:
     """A snapshot that is being filled; a `Store` makes it.
 
     Until `seal` answers nothing of it is in the manifest, and leaving the ``with`` block drops it. `array`,
-    `pwrite`, `put` and `sums` may be called by many threads at once, the other methods by one.
+    `pwrite`, `put` and `sums` may be called by many threads at once, `reserve` too for different keys, the
+    other methods by one.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Ingest:
         self._held: set[str] = set()
         self._fresh: list[str] = []
         self._maps: dict[str, mmap.mmap] = {}
+        self._boxes: dict[int, tuple[Shard, tuple[Region, ...]]] = {}  # many arrays are cut alike
         self._lock = threading.Lock()
         self._open = True
 
@@ -260,14 +262,20 @@ class Ingest:
             raise InvalidError(
                 f"rank {rank}, {path}: the shard is {shard.local_shape}, the array {ref.shape}"
             )
-        boxes = piece_boxes(shard)
+        boxes = self._boxes_of(shard)
         if not slot.fresh and boxes == ref.boxes:
             return ref
         if sums is None:
             sums = self._sums(ref, boxes)
         if len(sums) != len(boxes):
             raise InvalidError(f"rank {rank}, {path}: {len(sums)} sums for {len(boxes)} pieces")
-        return replace(ref, sums=sums, boxes=boxes)
+        return ArrayRef(ref.file, ref.offset, ref.header_bytes, ref.nbytes, ref.shape, ref.dtype, sums, boxes)
+
+    def _boxes_of(self, shard: Shard) -> tuple[Region, ...]:
+        known = self._boxes.get(id(shard))
+        if known is None:
+            known = self._boxes[id(shard)] = (shard, piece_boxes(shard))
+        return known[1]
 
     def _sums(self, ref: ArrayRef, boxes: tuple[Region, ...]) -> tuple[int, ...]:
         mapped = self._maps.get(ref.file) or self._files.map(ref.file)

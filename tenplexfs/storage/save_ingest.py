@@ -11,7 +11,6 @@ from tenplexfs.errors import InvalidError
 from tenplexfs.storage.directory import OBJECTS
 from tenplexfs.storage.holders import has_writer
 from tenplexfs.storage.ingest import Ingest, Key
-from tenplexfs.storage.sums import piece_boxes
 
 if TYPE_CHECKING:
     from tenplexfs.core.ptc import Shard
@@ -93,7 +92,7 @@ class SaveIngest(Ingest):
                 del array, within
                 self._maps.pop(ref.file, None)
             path.chmod(0o400 if ref.file.startswith(OBJECTS) else 0o600)
-        return self._sums(ref, piece_boxes(shard))
+        return self._sums(ref, self._boxes_of(shard))
 
     def join(self, groups: Iterable[Sequence[Key]]) -> None:
         """Keeps the array of the first key of each group for the others too, whose own are given back.

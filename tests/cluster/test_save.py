@@ -18,9 +18,12 @@ import numpy as np
 import pytest
 
 import tenplexfs
+from tenplexfs.client.arrays import source_of
+from tenplexfs.client.connection import Connection
 from tenplexfs.core.build import build_ptc
 from tenplexfs.errors import ConflictError, InvalidError, NoRoomError, PreconditionError
 from tenplexfs.formats.layout_json import parse_layout
+from tenplexfs.formats.structure import flatten
 from tests.cluster.daemons import Daemon, Daemons, check, until
 from tests.cluster.rank import matches, state_of
 from tests.runtime.cluster import layout_json, tensors_of
@@ -152,10 +155,10 @@ def test_a_process_that_dies_in_its_save_drops_the_step_and_the_next_run_saves(t
     a, b = two.nodes
     with ranks(a, a, b, b) as group:
         all_do(group, "save", 1, True)
-        files = set(os.listdir(b.store / "objects"))
+        files = set((b.store / "objects").iterdir())
         for each in group[:3]:
             each.ask("save", 2, True)
-        until(lambda: set(os.listdir(b.store / "objects")) - files)  # rank 2 has begun
+        until(lambda: set((b.store / "objects").iterdir()) - files)  # rank 2 has begun
         group[2].end()
         answers = [each.hear() for each in group[:2]]
         assert [each["error"] for each in answers] == ["ConflictError"] * 2, answers
@@ -316,3 +319,72 @@ def test_four_ranks_stop_at_one_step_save_and_are_started_again(two, tmp_path):
     check(a.mount, "gpt", whole_of(a, steps[0]))
     found = tenplexfs.wait(Path(a.mount) / "gpt", state="ready", generation=2, timeout_s=30)
     assert (found["ranks"], found["world_size"], found["stop"]) == ([0, 1, 2], 4, None)
+
+
+def test_whoever_keeps_a_file_open_cannot_change_what_was_sealed(tmp_path):
+    with Daemons(tmp_path, 1, memory="256MiB") as daemons:
+        (node,) = daemons.nodes
+        path = node.mount / "gpt" / "model" / "0"
+        array = np.arange(1 << 19, dtype=np.float32)
+        tenplexfs.save({"w": array}, path, step=1)
+        with Connection(str(node.socket)) as client:
+            document = flatten({"w": array + 1}, source_of).document
+            begun = client.ask(
+                "save.begin",
+                job="gpt",
+                rank=0,
+                step=2,
+                snapshot=tenplexfs.env(path)["snapshot"],
+                process="1-a",
+                run="",
+                tensors=[["w", "float32", [1 << 19]]],
+                ties={},
+                document=document,
+                consumed=None,
+                world=1,
+            )
+            answer, (fd,) = client.ask_fds("save.files", save=begun["save"], first=0, count=1)
+            offset = answer["files"][0][0]
+            os.pwrite(fd, (array + 1).tobytes(), offset)
+            client.ask("save.seal", save=begun["save"])
+            until(lambda: client.ask("save.wait", job="gpt", step=2)["snapshot"])
+            os.pwrite(fd, b"\xff" * 4096, offset)
+            os.close(fd)
+        assert tenplexfs.load(path)["w"].tobytes() == (array + 1).tobytes()
+        assert np.load(path / "w.npy").tobytes() == (array + 1).tobytes()
+        assert node.ok("verify")["mismatches"] == []
+
+
+def test_threads_and_forked_children_load_and_what_is_loaded_stays(tmp_path):
+    with Daemons(tmp_path, 1, memory="256MiB") as daemons:
+        (node,) = daemons.nodes
+        path = node.mount / "gpt" / "model" / "0"
+        array = np.arange(1 << 20, dtype=np.float32)
+        tenplexfs.save({"w": array, "s": array[:5]}, path, step=1)
+        kept = tenplexfs.load(path)
+        found: list[bytes] = []
+
+        def load() -> None:
+            for _ in range(5):
+                found.append(tenplexfs.load(path)["w"].tobytes())
+
+        threads = [threading.Thread(target=load) for _ in range(4)]
+        for each in threads:
+            each.start()
+        child = os.fork()
+        if not child:  # a data loader's worker
+            try:
+                good = kept["w"].tobytes() == array.tobytes()
+                good = good and tenplexfs.load(path)["s"].tobytes() == array[:5].tobytes()
+                os._exit(0 if good else 1)
+            finally:
+                os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        for each in threads:
+            each.join(60)
+        assert set(found) == {array.tobytes()} and len(found) == 20
+        for step in range(2, 7):  # its file is dropped, and never used again while it is mapped
+            tenplexfs.save({"w": array * step, "s": array[:5]}, path, step=step)
+        assert kept["w"].tobytes() == array.tobytes()
+        kept["w"][:] = 0
+        assert tenplexfs.load(path)["w"].tobytes() == (array * 6).tobytes()
