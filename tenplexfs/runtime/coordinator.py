@@ -1,20 +1,10 @@
-"""The transaction of every switch, run by the daemon that was asked: lock, plan, stage, commit, announce.
-
-The compare-and-set of the head is the commit; there is no other. Whatever fails before it leaves nothing
-behind; a reply that is lost at it is resolved by reading the head; whatever fails after it catches up by the
-registry's watch.
-"""
+"""What switches a job, as decided under its lock by the daemon that was asked; `switching` carries it out."""
 
 from __future__ import annotations
 
 import hashlib
-import logging
-import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-
-import trio
 
 from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
 from tenplexfs.core.transaction import check_expected, next_snapshot
@@ -30,19 +20,15 @@ from tenplexfs.formats.dataset_settings import begin_datasets, plain_settings, p
 from tenplexfs.formats.requests import add_request, has_request, request_key
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.heads import HeadMover
-from tenplexfs.runtime.orders import Description, NodeCalls, Progress, Report, StageOrder
+from tenplexfs.runtime.orders import Description, NodeCalls, Progress, Report
 from tenplexfs.runtime.planning import Resolved, Target, plan_summary, regroup_values, resolve
 from tenplexfs.runtime.protocols import Lock, Registry
-from tenplexfs.runtime.tasks import run_all
+from tenplexfs.runtime.switching import Base, Switch, Switcher, mute
 
 __all__ = ["Change", "Coordinator", "Saved", "State"]
 
-log = logging.getLogger(__name__)
-
-_DROP_S = 10.0
 _SAVE_S = 5.0  # how long a save, which is quick, may have the lock before others give up
 _SWITCH_S = 600.0  # how long a save waits for what else switches the job
-_GUEST_S = 2.0  # how long a node that holds nothing of the job keeps the answer waiting
 
 
 @dataclass(frozen=True)
@@ -93,14 +79,6 @@ class Saved:
     values: bytes
 
 
-@dataclass(frozen=True)
-class _Base:
-    """Where the bytes of a new snapshot come from."""
-
-    txid: TxId
-    layout_json: bytes
-
-
 class Coordinator:
     """Switches jobs. One for each daemon; any daemon can be asked.
 
@@ -125,10 +103,12 @@ class Coordinator:
         self._node = node
         self._heads = HeadMover(registry)
         self._calls = calls
+        self._switcher = Switcher(
+            node=node, heads=self._heads, calls=calls, endpoints=endpoints, clock_ns=clock_ns
+        )
         self._compute = compute
         self._endpoints = endpoints
         self._new_txid = new_txid
-        self._clock_ns = clock_ns
 
     async def create(self, job: JobName, layout_json: bytes, settings_json: bytes) -> Head:
         """Makes a job without state; returns its head, also when it is there already with the same layout.
@@ -153,9 +133,7 @@ class Coordinator:
                     f"job {job}: there already, at {head.snapshot}, with another layout or settings"
                 )
             snapshot = next_snapshot(None, txid, step=None)
-            return await self._switch(
-                lock, None, snapshot, wanted, None, (), settings_json, Progress("staging"), _mute
-            )
+            return await self._switcher.switch(lock, None, Switch(snapshot, wanted, settings_json), mute)
 
         return await self._heads.under_lock(job, f"{self._node}:{txid}", body)
 
@@ -198,7 +176,7 @@ class Coordinator:
             snapshot = next_snapshot(head, self._txid(request, head), step=head.snapshot.step)
             datasets = await self._planned_datasets(base, head, wanted)
             base = await self._begun(base, head, head.snapshot.step, wanted)
-            source = None if head.snapshot.step is None else _Base(head.snapshot.txid, base.layout_json)
+            source = None if head.snapshot.step is None else Base(head.snapshot.txid, base.layout_json)
             planned = Progress("staging")
             if source is not None:
                 summary = await self._compute(plan_summary, base.layout_json, wanted.layout_json, change.drop)
@@ -206,18 +184,11 @@ class Coordinator:
             values = base.values
             if values:
                 values = await self._compute(regroup_values, values, wanted.layout_json)
-            return await self._switch(
-                lock,
-                head,
-                snapshot,
-                wanted,
-                source,
-                change.drop,
-                add_request(base.settings_json, request),
-                planned,
-                report,
-                values=values,
+            settings_json = add_request(base.settings_json, request)
+            to = Switch(
+                snapshot, wanted, settings_json, source, drop=change.drop, values=values, planned=planned
             )
+            return await self._switcher.switch(lock, head, to, report)
 
         return await self._heads.under_lock(job, self._owner(request), body, patience_s=_SAVE_S)
 
@@ -238,19 +209,8 @@ class Coordinator:
             is_past = now.step is not None and snapshot.step is not None and now.step >= snapshot.step
             if now.generation != snapshot.generation or is_past or head.layout_digest != saved.wanted.digest:
                 raise ConflictError(f"job {saved.job}: is at {now} by now, {snapshot} comes too late")
-            return await self._switch(
-                lock,
-                head,
-                snapshot,
-                saved.wanted,
-                None,
-                (),
-                saved.settings_json,
-                Progress("staging"),
-                _mute,
-                values=saved.values,
-                is_save=True,
-            )
+            to = Switch(snapshot, saved.wanted, saved.settings_json, values=saved.values, is_save=True)
+            return await self._switcher.switch(lock, head, to, mute)
 
         owner = f"{self._node}:{snapshot.txid}"
         return await self._heads.under_lock(saved.job, owner, body, patience_s=_SWITCH_S)
@@ -302,19 +262,11 @@ class Coordinator:
             summary = await self._compute(plan_summary, state.layout_json, wanted.layout_json, ())
             snapshot = next_snapshot(head, self._txid(request, head), step=state.step)
             known = await self._begun(known, head, state.step, wanted)
-            source = _Base(state.txid, state.layout_json)
+            source = Base(state.txid, state.layout_json)
             planned = Progress("staging", plan=summary)
-            return await self._switch(
-                lock,
-                head,
-                snapshot,
-                wanted,
-                source,
-                (),
-                add_request(known.settings_json, request),
-                planned,
-                report,
-            )
+            settings_json = add_request(known.settings_json, request)
+            to = Switch(snapshot, wanted, settings_json, source, planned=planned)
+            return await self._switcher.switch(lock, head, to, report)
 
         return await self._heads.under_lock(job, self._owner(request), body)
 
@@ -341,20 +293,9 @@ class Coordinator:
             wanted = await self._compute(resolve, Target(layout_json=known.layout_json), None, self._node)
             settings_json = add_request(await change(known, head), request)
             snapshot = next_snapshot(head, self._txid(request, head), step=head.snapshot.step)
-            source = None if head.snapshot.step is None else _Base(head.snapshot.txid, known.layout_json)
-            planned = Progress("staging")
-            return await self._switch(
-                lock,
-                head,
-                snapshot,
-                wanted,
-                source,
-                (),
-                settings_json,
-                planned,
-                report,
-                values=known.values,
-            )
+            source = None if head.snapshot.step is None else Base(head.snapshot.txid, known.layout_json)
+            to = Switch(snapshot, wanted, settings_json, source, values=known.values)
+            return await self._switcher.switch(lock, head, to, report)
 
         return await self._heads.under_lock(job, self._owner(request), body)
 
@@ -377,7 +318,7 @@ class Coordinator:
         async def body(lock: Lock, head: Head | None) -> Head | None:
             if head is not None:
                 await self._heads.commit(lock, head, None)
-            await self._announce(job, None, (self._node, *(head.nodes if head is not None else ())))
+            await self._switcher.announce(job, None, (self._node, *(head.nodes if head is not None else ())))
             return head
 
         return await self._heads.under_lock(job, f"{self._node}:{txid}", body)
@@ -395,111 +336,6 @@ class Coordinator:
             except TenplexError as error:
                 failure = error
         raise UnavailableError(f"job {job}: none of its nodes {', '.join(head.nodes)} answers: {failure}")
-
-    async def _switch(
-        self,
-        lock: Lock,
-        head: Head | None,
-        snapshot: SnapshotId,
-        wanted: Resolved,
-        base: _Base | None,
-        drop: tuple[str, ...],
-        settings_json: bytes,
-        planned: Progress,
-        report: Report,
-        *,
-        values: bytes = b"",
-        is_save: bool = False,
-    ) -> Head:
-        job = lock.job
-        order = StageOrder(
-            job=job,
-            snapshot=snapshot,
-            base_txid=base.txid if base is not None else None,
-            old_layout_json=base.layout_json if base is not None else b"",
-            new_layout_json=wanted.layout_json,
-            settings_json=settings_json,
-            coordinator=self._node,
-            drop=drop,
-            endpoints=self._endpoints(),
-            created_ns=self._clock_ns(),
-            values=values,
-            is_save=is_save,
-        )
-        new = Head(snapshot, wanted.digest, wanted.nodes)
-        try:
-            staged = await self._stage(order, wanted.nodes, planned, report)
-        except BaseException as error:
-            why = error.message if isinstance(error, TenplexError) else ""
-            with trio.move_on_after(_DROP_S, shield=True):
-                await self._drop(job, snapshot.txid, wanted.nodes, why)
-            raise
-        report(replace(staged, phase="committing"))
-        try:
-            await self._heads.commit(lock, head, new)
-        except ConflictError as error:
-            with trio.move_on_after(_DROP_S, shield=True):
-                await self._drop(job, snapshot.txid, wanted.nodes, error.message)
-            raise
-        # From here on the switch is a fact, whoever goes away.
-        with trio.CancelScope(shield=True):
-            before = head.nodes if head is not None else ()
-            late = await self._announce(job, new, (self._node, *before, *wanted.nodes))
-            if head is not None and not late:
-                await self._drop(job, head.snapshot.txid, before)
-        message = f"not yet seen by {', '.join(late)}" if late else ""
-        report(replace(staged, phase="committing", message=message))
-        return new
-
-    async def _stage(
-        self, order: StageOrder, nodes: tuple[NodeName, ...], planned: Progress, report: Report
-    ) -> Progress:
-        done = dict.fromkeys(nodes, (0, 0))
-        report(replace(planned, nodes=dict(done)))
-
-        async def stage(node: NodeName) -> None:
-            def count(bytes_done: int, bytes_total: int) -> None:
-                done[node] = (bytes_done, bytes_total)
-                report(replace(planned, nodes=dict(done)))
-
-            try:
-                await self._calls.stage(node, order, count)
-            except TenplexError as error:
-                raise type(error)(f"node {node}: {error.message}", **error.details) from error
-
-        await run_all(partial(stage, node) for node in nodes)
-        return replace(planned, nodes=dict(done))
-
-    async def _announce(
-        self, job: JobName, head: Head | None, members: tuple[NodeName, ...]
-    ) -> list[NodeName]:
-        """Tells every known node; returns the members that did not acknowledge."""
-        late: list[NodeName] = []
-
-        async def tell(node: NodeName) -> None:
-            why = "no answer"
-            with trio.move_on_after(math.inf if node in members else _GUEST_S):
-                try:
-                    await self._calls.switch(node, job, head)
-                except TenplexError as error:
-                    why = error.message
-                else:
-                    return
-            log.warning("job %s: node %s has not switched yet: %s", job, node, why)
-            if node in members:
-                late.append(node)
-
-        await run_all(partial(tell, node) for node in sorted({*members, *self._endpoints()}))
-        return sorted(late)
-
-    async def _drop(self, job: JobName, txid: TxId, nodes: tuple[NodeName, ...], reason: str = "") -> None:
-        async def drop(node: NodeName) -> None:
-            try:
-                await self._calls.drop(node, job, txid, reason)
-            except TenplexError as error:  # it settles with the head by itself
-                log.warning("job %s: node %s has not dropped %s: %s", job, node, txid, error)
-
-        await run_all(partial(drop, node) for node in nodes)
 
     def _check_known(self, wanted: Resolved) -> None:
         known = self._endpoints()
@@ -525,7 +361,3 @@ def _existing(job: JobName, head: Head | None) -> Head:
     if head is None:
         raise NotFoundError(f"job {job}: no such job")
     return head
-
-
-def _mute(progress: Progress) -> None:
-    """Nobody watches."""
