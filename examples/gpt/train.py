@@ -98,7 +98,7 @@ class Trainer:
             parallelize_module(block, mesh["tp"], cut)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=False)
         pipeline = PipelineStage(self.model, stage, stages, torch.device("cpu"), group=mesh["pp"].get_group())
-        self.schedule = ScheduleGPipe(pipeline, local_batch // micro_batch, loss_fn=cross_entropy)
+        self.schedule = ScheduleGPipe(pipeline, max(local_batch // micro_batch, 1), loss_fn=cross_entropy)
 
     def step(self, samples: Tensor) -> float:
         """Takes one step; returns the loss of the global batch, on the last stage."""
@@ -138,7 +138,7 @@ class Trainer:
         )
 
 
-def train(job: Path, steps: int, *, micro_batch: int = 2, log: Path | None = None) -> int:
+def train(job: Path, steps: int, *, micro_batch: int = 4, log: Path | None = None) -> int:
     """Trains up to ``steps``; returns the exit status."""
     now = tenplexfs.env(job)  # tenplexfs: mesh and step that the job has now
     mesh = init_device_mesh("cpu", tuple(now["mesh"].values()), mesh_dim_names=tuple(now["mesh"]))
@@ -171,13 +171,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("job", type=Path, help="<mount>/<job>")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--micro-batch", type=int, default=2)
-    parser.add_argument("--log", type=Path, help="CSV of step and loss")
+    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--losses", type=Path, help="CSV of step and loss")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
-        return train(arguments.job, arguments.steps, micro_batch=arguments.micro_batch, log=arguments.log)
+        return train(arguments.job, arguments.steps, micro_batch=arguments.micro_batch, log=arguments.losses)
     finally:
         dist.destroy_process_group()
 
