@@ -51,7 +51,7 @@ class Catalog:
         self._ptc = ptc
         self._stored: dict[int, Stored] = {}
         self._stand_ins: dict[str, object] = {}
-        for index in _documents(ptc, opened, rank):
+        for index in _documents(opened, rank):
             state = unflatten(opened.document(index), self._stand_in, allow_pickle=allow_pickle)
             if type(state) is OrderedDict:  # saved without flattening: each value is an item
                 for name, value in state.items():
@@ -117,16 +117,11 @@ class Catalog:
         return value
 
 
-def _documents(ptc: PTC, opened: OpenSnapshot, rank: int) -> Iterator[int]:
-    """Yields this rank's document, and one for each set of paths that it lacks."""
-    own = rank % len(opened.of_rank)
-    yield opened.of_rank[own]
-    seen = {id(ptc.rank_paths(own))}
-    for other, index in enumerate(opened.of_rank):
-        paths = id(ptc.rank_paths(other))
-        if paths not in seen:
-            seen.add(paths)
-            yield index
+def _documents(opened: OpenSnapshot, rank: int) -> Iterator[int]:
+    """Yields this rank's document, then every other one: what only another stage saved is found too."""
+    own = opened.of_rank[rank % len(opened.of_rank)]
+    yield own
+    yield from dict.fromkeys(index for index in opened.of_rank if index != own)
 
 
 def _leaves(value: object) -> Iterator[object]:
