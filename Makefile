@@ -13,7 +13,7 @@ MODEL := $(VENV)/.model
 SOURCES := tenplexfs tests protos examples benchmarks
 APT := fuse3 libfuse3-dev pkg-config build-essential python3-dev python3-venv rsync attr etcd-server iproute2
 
-.PHONY: help setup fmt lint type imports test check demo protos protos-check bench bench-mount soak
+.PHONY: help setup fmt lint type imports test check demo example protos protos-check bench bench-mount soak
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -33,7 +33,7 @@ $(READY): pyproject.toml
 
 # What the adapters are tested with: a CPU build of torch where pip finds one.
 $(FRAMEWORKS): | $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 jax==0.10.2 jaxlib==0.10.2
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 jax==0.10.2 jaxlib==0.10.2 scikit-learn
 	@touch $@
 
 fmt: $(READY) ## format, and repair what ruff can
@@ -73,6 +73,9 @@ soak: $(READY) ## what is short in the tests, long: 200 kills, minutes of reader
 
 bench-mount: $(READY) ## the mount against tmpfs and libfuse's example
 	$(BIN)/python benchmarks/bench_mount.py $(ARGS)
+
+example: $(READY) $(FRAMEWORKS) ## training scripts that go from 2 ranks to 4, 1 and 2, with the same losses
+	@for example in digits fsdp2; do $(BIN)/python examples/elastic.py $$example; done
 
 bench: $(READY) ## the figures of docs/benchmarks.md
 	@for bench in $(filter-out %/bench_network.py,$(wildcard benchmarks/bench_*.py)); do $(BIN)/python $$bench $(ARGS); done

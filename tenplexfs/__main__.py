@@ -9,6 +9,10 @@ __all__ = ["main"]
 
 def main() -> None:
     """Runs the command line and exits with its status."""
+    if sys.argv[1:2] == ["run"]:  # in the base install
+        from tenplexfs.client.launch import main as launch
+
+        raise SystemExit(launch(sys.argv[2:]))
     try:
         from tenplexfs.cli.app import run
     except ModuleNotFoundError as error:
