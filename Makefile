@@ -32,7 +32,7 @@ $(READY): pyproject.toml
 	@touch $@
 
 # What the adapters are tested with: a CPU build of torch where pip finds one.
-$(FRAMEWORKS): | $(READY)
+$(FRAMEWORKS): Makefile | $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 jax==0.10.2 jaxlib==0.10.2 scikit-learn
 	@touch $@
 
