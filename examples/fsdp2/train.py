@@ -54,7 +54,7 @@ def main() -> int:
         weights, moments = get_state_dict(model, optimizer)
         return {"model": weights, "optimizer": moments, "step": step}
 
-    step = 0
+    step, stop = 0, False
     if os.environ.get("TENPLEXFS_STEP"):
         found = state()
         dcp.load(found, storage_reader=Reader(JOB))  # tenplexfs: was checkpoint_id=...
