@@ -145,7 +145,7 @@ class OpenSnapshot:
         if not wanted:
             return {}
         places = self._connection.ask("regions.here", keys=[key for key, _, _ in wanted])["places"]
-        count = 1 + max((place[0] for place in places if place is not None), default=-1)
+        count = 1 + max(file for file, _ in places)
         files: list[npt.NDArray[np.uint8]] = []
         for first in range(0, count, MAX_FDS):
             answer, fds = self._connection.ask_fds("regions.files", first=first)
@@ -154,22 +154,10 @@ class OpenSnapshot:
             finally:
                 for fd in fds:
                     os.close(fd)
-        found: dict[tuple[int, str], Array] = {}
-        small = []
-        for (key, dtype, shape), place in zip(wanted, places, strict=True):
-            if place is None:
-                small.append((key, dtype, shape))
-            else:
-                found[key] = _array(files[place[0]], place[1], dtype, shape)
-        at = 0
-        while at < len(small):
-            answer = self._connection.ask("regions.data", first=at)
-            data, offset = np.frombuffer(bytearray(answer["data"]), np.uint8), 0
-            for key, dtype, shape in small[at : at + answer["count"]]:
-                found[key] = _array(data, offset, dtype, shape)
-                offset += -(-found[key].nbytes // ALIGNMENT) * ALIGNMENT
-            at += answer["count"]
-        return found
+        return {
+            key: _array(files[file], begin, dtype, shape)
+            for (key, dtype, shape), (file, begin) in zip(wanted, places, strict=True)
+        }
 
     def read(self, regions: Sequence[RegionOf], *, uses: int) -> list[Array]:
         """Returns regions of whole tensors, from wherever they are.
@@ -179,17 +167,24 @@ class OpenSnapshot:
             uses: How many ranks of this node ask for the very same; they are fetched once.
         """
         items = [[each.path, each.start, each.stop] for each in regions]
-        answer, fds = self._connection.ask_fds("regions.read", items=items, uses=uses)
-        try:
-            data = map_private(fds[0], answer["size"])
-        finally:
-            for fd in fds:
-                os.close(fd)
-        found, offset = [], 0
-        for each in regions:
-            found.append(_array(data, offset, each.dtype, each.shape))
-            offset += -(-each.nbytes // ALIGNMENT) * ALIGNMENT
-        return found
+        _, fds = self._connection.ask_fds("regions.read", items=items, uses=uses)
+        return _arrays_of(fds, regions)
+
+
+def _arrays_of(fds: list[int], regions: Sequence[RegionOf]) -> list[Array]:
+    """Returns what a file holds one after the other, each aligned; closes its descriptor."""
+    offsets = [0]
+    for each in regions:
+        offsets.append(offsets[-1] + -(-each.nbytes // ALIGNMENT) * ALIGNMENT)
+    try:
+        data = map_private(fds[0], offsets[-1])
+    finally:
+        for fd in fds:
+            os.close(fd)
+    return [
+        _array(data, offset, each.dtype, each.shape)
+        for offset, each in zip(offsets[:-1], regions, strict=True)
+    ]
 
 
 def _array(data: npt.NDArray[np.uint8], offset: int, dtype: str, shape: Sequence[int]) -> Array:

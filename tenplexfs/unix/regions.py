@@ -28,12 +28,9 @@ from tenplexfs.runtime.protocols import ArraySource
 from tenplexfs.runtime.reading import FullTensor
 from tenplexfs.runtime.snapshot import Snapshot
 from tenplexfs.storage.arrays import SnapshotArrays
-from tenplexfs.storage.sums import as_bytes
 
 __all__ = ["Regions", "SharedRegions"]
 
-_FILE_BYTES = 1 << 20
-_DATA_BYTES = 32 << 20
 _MAX_READ_BYTES = 1 << 30
 _KEPT_S = 60.0
 
@@ -95,8 +92,7 @@ class Regions:
         self._list_documents()
         self._pin: AbstractContextManager[ArraySource] | None = None
         self._arrays: SnapshotArrays | None = None
-        self._files: list[tuple[int, str, int]] = []  # rank, path, bytes that are wanted
-        self._small: list[tuple[int, str]] = []
+        self._files: list[list[Any]] = []  # rank, path, bytes that are wanted
         try:
             pin = open_arrays()
             arrays = pin.__enter__()
@@ -126,12 +122,11 @@ class Regions:
             raise NotFoundError(f"regions: no document {index}: there are {len(self._documents)}")
         return self._documents[index]
 
-    def here(self, keys: Sequence[object]) -> list[tuple[int, int] | None]:
-        """Returns for each (rank, path) its file and where it begins; None for those that come as data."""
+    def here(self, keys: Sequence[object]) -> list[tuple[int, int]]:
+        """Returns for each (rank, path) of this node its file, of those of `files`, and where it begins."""
         self._files.clear()
-        self._small.clear()
         numbers: dict[str, int] = {}
-        places: list[tuple[int, int] | None] = []
+        places: list[tuple[int, int]] = []
         stored = self._arrays.stored.arrays if self._arrays is not None else {}
         for key in keys:
             match key:
@@ -139,15 +134,12 @@ class Regions:
                     pass
                 case _:
                     raise NotFoundError(f"regions: {key!r:.100}: is not on this node")
-            if ref.nbytes < _FILE_BYTES:
-                self._small.append((rank, path))
-                places.append(None)
-                continue
             begin = ref.offset + ref.header_bytes
-            if ref.file not in numbers:
-                numbers[ref.file] = len(self._files)
-                self._files.append((rank, path, begin + ref.nbytes))
-            places.append((numbers[ref.file], begin))
+            number = numbers.setdefault(ref.file, len(self._files))
+            if number == len(self._files):
+                self._files.append([rank, path, 0])
+            self._files[number][2] = max(self._files[number][2], begin + ref.nbytes)
+            places.append((number, begin))
         return places
 
     def files(self, first: int) -> tuple[list[int], list[int]]:
@@ -159,20 +151,6 @@ class Regions:
             assert found is not None
             fds.append(found[0])
         return [size for _, _, size in wanted], fds
-
-    def data(self, first: int) -> tuple[bytes, int]:
-        """Returns the bytes of some small arrays of `here` from ``first`` on, and how many."""
-        parts: list[bytes | memoryview] = []
-        size = 0
-        assert self._arrays is not None
-        for count, key in enumerate(self._small[first:]):
-            array = self._arrays.array(*key)
-            assert array is not None
-            if count and size + array.nbytes > _DATA_BYTES:
-                return b"".join(parts), count
-            parts += [as_bytes(array), bytes(-array.nbytes % ALIGNMENT)]
-            size += array.nbytes + -array.nbytes % ALIGNMENT
-        return b"".join(parts), len(self._small) - first
 
     async def read(self, items: Sequence[object], uses: int) -> tuple[int, int]:
         """Returns a file with regions of whole tensors, each aligned, and its size.
@@ -193,7 +171,7 @@ class Regions:
         entry = self._shared.entry(key)
         async with entry.lock:
             if entry.fd < 0:
-                entry.fd, entry.size, entry.uses = await self._fetch(wanted, size), size, uses
+                entry.fd, entry.size, entry.uses = await self._fetch(wanted), size, uses
                 entry.until_s = trio.current_time() + _KEPT_S
             entry.uses -= 1
             fd = os.open(f"/proc/self/fd/{entry.fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -211,33 +189,22 @@ class Regions:
                     return tensor, np.array([start, stop], np.int64).reshape(1, 2, len(start))
         raise InvalidError(f"regions.read: {each!r:.200}: need path, start and stop within the tensor")
 
-    async def _fetch(self, wanted: Sequence[tuple[Tensor, Boxes]], size: int) -> int:
+    async def _fetch(self, wanted: Sequence[tuple[Tensor, Boxes]]) -> int:
         view = self._view
         nodes: tuple[NodeName, ...] = view.fetcher.others()
         view.fetcher.hold(nodes)
-        fd = os.memfd_create("tenplexfs-regions", os.MFD_CLOEXEC)
         try:
             parts, elsewhere = await trio.to_thread.run_sync(self._gather, wanted)
             fetched = await view.fetcher.fetch([each for each, _ in elsewhere])
 
-            def finish() -> None:
+            def finish() -> int:
                 for data, (_, target) in zip(fetched, elsewhere, strict=True):
                     target[...] = data.view(target.dtype).reshape(target.shape)
-                os.ftruncate(fd, size)
-                offset = 0
-                for part in parts:
-                    done = 0
-                    while done < len(part):
-                        done += os.pwrite(fd, part.data[done:], offset + done)
-                    offset += _aligned(len(part))
+                return _file_of([part.data for part in parts])
 
-            await trio.to_thread.run_sync(finish)
-        except BaseException:
-            os.close(fd)
-            raise
+            return await trio.to_thread.run_sync(finish)
         finally:
             view.fetcher.drop(nodes)
-        return fd
 
     def _gather(self, wanted: Sequence[tuple[Tensor, Boxes]]) -> tuple[list[Bytes], list[tuple[Wanted, Any]]]:
         view = self._view
@@ -277,6 +244,23 @@ class _HeldAlready:
 
 def _nbytes(tensor: Tensor, box: Boxes) -> int:
     return int((box[0, 1] - box[0, 0]).prod()) * tensor.itemsize
+
+
+def _file_of(parts: Sequence[memoryview]) -> int:
+    """Returns a descriptor of a file in memory that holds ``parts``, each aligned."""
+    fd = os.memfd_create("tenplexfs-regions", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, sum(_aligned(part.nbytes) for part in parts))
+        offset = 0
+        for part in parts:
+            done = 0
+            while done < part.nbytes:
+                done += os.pwrite(fd, part[done:], offset + done)
+            offset += _aligned(part.nbytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _aligned(size: int) -> int:

@@ -79,7 +79,6 @@ class ClientSession:
             "regions.document": self._regions_document,
             "regions.here": self._regions_here,
             "regions.files": self._regions_files,
-            "regions.data": self._regions_data,
             "regions.read": self._regions_read,
             "create": self._create,
             "should_stop": self._should_stop,
@@ -245,11 +244,6 @@ class ClientSession:
         await trio.lowlevel.checkpoint()
         sizes, fds = self._reading().files(field(message, "first", int))
         return {"sizes": sizes}, fds
-
-    async def _regions_data(self, message: Message) -> Answer:
-        regions, first = self._reading(), field(message, "first", int)
-        data, count = await trio.to_thread.run_sync(regions.data, first)
-        return {"data": data, "count": count}, ()
 
     async def _regions_read(self, message: Message) -> Answer:
         items, uses = field(message, "items", list), field(message, "uses", int)
