@@ -1,13 +1,14 @@
 """Long computations in a process of their own, so that the mount stays responsive.
 
 A Python thread that computes holds up a 4 KiB read by 5 to 75 ms; planning and expanding layouts take longer.
-The worker is spawned (never forked: gRPC threads live here), kept, and ends when this process does, however
+A worker is spawned (never forked: gRPC threads live here), kept, and ends when this process does, however
 that ends: its standard input closes. Both processes are ours, so pickle is safe between them.
 """
 
 from __future__ import annotations
 
 import pickle
+import queue
 import struct
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from typing import IO, Any, ParamSpec, TypeVar, cast
 
 import trio
 
-from tenplexfs.errors import UnavailableError
+from tenplexfs.errors import TimedOutError, UnavailableError
 
 __all__ = ["Compute"]
 
@@ -29,73 +30,119 @@ _LENGTH = struct.Struct("<Q")
 
 
 class Compute:
-    """One worker process, started at the first call. Calls run one after another."""
+    """Worker processes, each started at the first call that finds the others busy.
 
-    def __init__(self) -> None:
-        self._worker: subprocess.Popen[bytes] | None = None
-        self._busy = threading.Lock()
-        self._closed = False
+    Args:
+        workers: How many; a call that takes long does not hold up what is short.
+        deadline_s: For one call, and for the wait before it.
+    """
+
+    def __init__(self, *, workers: int = 2, deadline_s: float = 300.0) -> None:
+        self._deadline_s = deadline_s
+        self._workers = [_Worker() for _ in range(workers)]
+        # The one that was used last first: it remembers what it built.
+        self._free: queue.LifoQueue[_Worker] = queue.LifoQueue()
+        for worker in reversed(self._workers):
+            self._free.put(worker)
 
     async def __call__(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Returns ``function(*args)``, computed in the worker; all of it must be picklable.
+        """Returns ``function(*args)``, computed in a worker; all of it must be picklable.
 
         A cancelled call is not waited for; its answer is thrown away.
 
         Raises:
             TenplexError: As ``function`` raised it.
+            TimedOutError: It took longer than the deadline, and was ended.
             UnavailableError: The worker died twice in a row.
         """
         return await trio.to_thread.run_sync(self._call, function, args, kwargs, abandon_on_cancel=True)
 
     def _call(self, function: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         request = pickle.dumps((function, args, kwargs), pickle.HIGHEST_PROTOCOL)
-        with self._busy:
-            try:
-                failed, answer = self._exchange(request)
-            except (
-                EOFError,
-                BrokenPipeError,
-            ):  # it was killed: once more, with a new one
-                self._end()
-                try:
-                    failed, answer = self._exchange(request)
-                except (EOFError, BrokenPipeError) as error:
-                    self._end()
-                    raise UnavailableError("the worker process that plans died twice; see the log") from error
+        name = getattr(function, "__name__", "it")
+        try:
+            worker = self._free.get(timeout=self._deadline_s)
+        except queue.Empty:
+            raise TimedOutError(
+                f"{name}: the {len(self._workers)} workers that plan are busy for {self._deadline_s:g} s"
+            ) from None
+        try:
+            failed, answer = worker.call(request, name, self._deadline_s)
+        finally:
+            self._free.put(worker)
         if failed:
             raise answer
         return cast(R, answer)
 
+    def close(self) -> None:
+        """Ends the workers, also in the middle of a call."""
+        for worker in self._workers:
+            worker.close()
+
+
+class _Worker:
+    """One process, started again when it died. Calls run one after another."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._busy = threading.Lock()
+        self._closed = False
+
+    def call(self, request: bytes, name: str, deadline_s: float) -> tuple[bool, Any]:
+        """Returns whether the call failed, and its answer."""
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            if self._process is not None:
+                self._process.kill()
+
+        with self._busy:
+            timer = threading.Timer(deadline_s, end)
+            timer.daemon = True
+            timer.start()
+            try:
+                for _ in range(2):  # it was killed: once more, with a new one
+                    try:
+                        return self._exchange(request)
+                    except (EOFError, BrokenPipeError):
+                        self._end()
+                        if late.is_set():
+                            raise TimedOutError(f"{name}: took more than {deadline_s:g} s; ended") from None
+            finally:
+                timer.cancel()
+        raise UnavailableError("the worker process that plans died twice; see the log")
+
     def _exchange(self, request: bytes) -> tuple[bool, Any]:
-        worker = self._worker
-        if worker is None:
+        process = self._process
+        if process is None:
             if self._closed:
                 raise UnavailableError("the daemon is stopping")
-            worker = self._worker = subprocess.Popen(
+            process = self._process = subprocess.Popen(
                 [sys.executable, "-m", "tenplexfs.runtime.compute"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
-        assert worker.stdin is not None
-        assert worker.stdout is not None
-        _send(worker.stdin, request)
-        return pickle.loads(_receive(worker.stdout))  # type: ignore[no-any-return]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        _send(process.stdin, request)
+        return pickle.loads(_receive(process.stdout))  # type: ignore[no-any-return]
 
     def _end(self) -> None:
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.kill()
-            worker.wait()
-            for stream in (worker.stdin, worker.stdout):
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout):
                 if stream is not None:
                     with suppress(BrokenPipeError):  # of what was never sent
                         stream.close()
 
     def close(self) -> None:
-        """Ends the worker, also in the middle of a call."""
+        """Ends it, also in the middle of a call."""
         self._closed = True
-        if self._worker is not None:
-            self._worker.kill()
+        if self._process is not None:
+            self._process.kill()
         with self._busy:
             self._end()
 
