@@ -108,3 +108,47 @@ class HeadEvent(_message.Message):
     job: str
     head: Head
     def __init__(self, revision: _Optional[int] = ..., job: _Optional[str] = ..., head: _Optional[_Union[Head, _Mapping]] = ...) -> None: ...
+
+class NodeInfo(_message.Message):
+    __slots__ = ("node", "endpoint", "incarnation", "version")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    endpoint: str
+    incarnation: str
+    version: str
+    def __init__(self, node: _Optional[str] = ..., endpoint: _Optional[str] = ..., incarnation: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+
+class AnnounceRequest(_message.Message):
+    __slots__ = ("info", "ttl_s")
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    info: NodeInfo
+    ttl_s: float
+    def __init__(self, info: _Optional[_Union[NodeInfo, _Mapping]] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+
+class AnnounceReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WithdrawRequest(_message.Message):
+    __slots__ = ("info",)
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    info: NodeInfo
+    def __init__(self, info: _Optional[_Union[NodeInfo, _Mapping]] = ...) -> None: ...
+
+class WithdrawReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class NodesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class NodesReply(_message.Message):
+    __slots__ = ("nodes",)
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedCompositeFieldContainer[NodeInfo]
+    def __init__(self, nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ...) -> None: ...

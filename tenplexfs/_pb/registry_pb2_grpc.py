@@ -60,6 +60,26 @@ class RegistryStub:
                 request_serializer=tenplexfs_dot_v1_dot_registry__pb2.WatchRequest.SerializeToString,
                 response_deserializer=tenplexfs_dot_v1_dot_registry__pb2.HeadEvent.FromString,
                 _registered_method=True)
+        self.Announce = channel.unary_unary(
+                '/tenplexfs.v1.Registry/Announce',
+                request_serializer=tenplexfs_dot_v1_dot_registry__pb2.AnnounceRequest.SerializeToString,
+                response_deserializer=tenplexfs_dot_v1_dot_registry__pb2.AnnounceReply.FromString,
+                _registered_method=True)
+        self.Withdraw = channel.unary_unary(
+                '/tenplexfs.v1.Registry/Withdraw',
+                request_serializer=tenplexfs_dot_v1_dot_registry__pb2.WithdrawRequest.SerializeToString,
+                response_deserializer=tenplexfs_dot_v1_dot_registry__pb2.WithdrawReply.FromString,
+                _registered_method=True)
+        self.Nodes = channel.unary_unary(
+                '/tenplexfs.v1.Registry/Nodes',
+                request_serializer=tenplexfs_dot_v1_dot_registry__pb2.NodesRequest.SerializeToString,
+                response_deserializer=tenplexfs_dot_v1_dot_registry__pb2.NodesReply.FromString,
+                _registered_method=True)
+        self.WatchNodes = channel.unary_stream(
+                '/tenplexfs.v1.Registry/WatchNodes',
+                request_serializer=tenplexfs_dot_v1_dot_registry__pb2.NodesRequest.SerializeToString,
+                response_deserializer=tenplexfs_dot_v1_dot_registry__pb2.NodesReply.FromString,
+                _registered_method=True)
 
 
 class RegistryServicer:
@@ -99,6 +119,33 @@ class RegistryServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Announce(self, request, context):
+        """Says that a node lives, for a while from now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Withdraw(self, request, context):
+        """Says that it lives no more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Nodes(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchNodes(self, request, context):
+        """The living nodes, now and after each change.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RegistryServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -126,6 +173,26 @@ def add_RegistryServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=tenplexfs_dot_v1_dot_registry__pb2.WatchRequest.FromString,
                     response_serializer=tenplexfs_dot_v1_dot_registry__pb2.HeadEvent.SerializeToString,
+            ),
+            'Announce': grpc.unary_unary_rpc_method_handler(
+                    servicer.Announce,
+                    request_deserializer=tenplexfs_dot_v1_dot_registry__pb2.AnnounceRequest.FromString,
+                    response_serializer=tenplexfs_dot_v1_dot_registry__pb2.AnnounceReply.SerializeToString,
+            ),
+            'Withdraw': grpc.unary_unary_rpc_method_handler(
+                    servicer.Withdraw,
+                    request_deserializer=tenplexfs_dot_v1_dot_registry__pb2.WithdrawRequest.FromString,
+                    response_serializer=tenplexfs_dot_v1_dot_registry__pb2.WithdrawReply.SerializeToString,
+            ),
+            'Nodes': grpc.unary_unary_rpc_method_handler(
+                    servicer.Nodes,
+                    request_deserializer=tenplexfs_dot_v1_dot_registry__pb2.NodesRequest.FromString,
+                    response_serializer=tenplexfs_dot_v1_dot_registry__pb2.NodesReply.SerializeToString,
+            ),
+            'WatchNodes': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchNodes,
+                    request_deserializer=tenplexfs_dot_v1_dot_registry__pb2.NodesRequest.FromString,
+                    response_serializer=tenplexfs_dot_v1_dot_registry__pb2.NodesReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -264,6 +331,114 @@ class Registry:
             '/tenplexfs.v1.Registry/Watch',
             tenplexfs_dot_v1_dot_registry__pb2.WatchRequest.SerializeToString,
             tenplexfs_dot_v1_dot_registry__pb2.HeadEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Announce(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tenplexfs.v1.Registry/Announce',
+            tenplexfs_dot_v1_dot_registry__pb2.AnnounceRequest.SerializeToString,
+            tenplexfs_dot_v1_dot_registry__pb2.AnnounceReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Withdraw(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tenplexfs.v1.Registry/Withdraw',
+            tenplexfs_dot_v1_dot_registry__pb2.WithdrawRequest.SerializeToString,
+            tenplexfs_dot_v1_dot_registry__pb2.WithdrawReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Nodes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tenplexfs.v1.Registry/Nodes',
+            tenplexfs_dot_v1_dot_registry__pb2.NodesRequest.SerializeToString,
+            tenplexfs_dot_v1_dot_registry__pb2.NodesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchNodes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tenplexfs.v1.Registry/WatchNodes',
+            tenplexfs_dot_v1_dot_registry__pb2.NodesRequest.SerializeToString,
+            tenplexfs_dot_v1_dot_registry__pb2.NodesReply.FromString,
             options,
             channel_credentials,
             insecure,

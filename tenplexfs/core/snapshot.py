@@ -11,6 +11,7 @@ from tenplexfs.errors import InvalidError
 __all__ = [
     "Head",
     "JobName",
+    "NodeInfo",
     "NodeName",
     "SnapshotId",
     "TxId",
@@ -107,3 +108,20 @@ class Head:
     snapshot: SnapshotId
     layout_digest: str
     nodes: tuple[NodeName, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """A living node, as its daemon announces it.
+
+    Attributes:
+        node: Its name.
+        endpoint: ``host:port`` where other daemons reach it.
+        incarnation: Of its store: another one whenever that began anew, empty.
+        version: Of tenplexfs.
+    """
+
+    node: NodeName
+    endpoint: str
+    incarnation: str
+    version: str

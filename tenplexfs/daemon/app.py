@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import trio
 
-from tenplexfs.core.snapshot import NodeName, TxId
+from tenplexfs.core.snapshot import NodeInfo, NodeName, TxId
 from tenplexfs.daemon.clients import Clients
 from tenplexfs.daemon.config import DEFAULT_ROOT_STORE, Config, etcd_address
 from tenplexfs.daemon.dataset_calls import SampleCalls, SampleService
@@ -43,15 +44,16 @@ from tenplexfs.rpc.etcd_registry import EtcdRegistry
 from tenplexfs.rpc.peer_client import PeerClient
 from tenplexfs.rpc.ranges import Scatter
 from tenplexfs.rpc.registry_client import LocalRegistry, RemoteRegistry
+from tenplexfs.rpc.registry_service import ServedRegistry
 from tenplexfs.rpc.tls import Access, Identity, read_token
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.coordinator import Coordinator
 from tenplexfs.runtime.datasets import Datasets
 from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.leases import LeaseKeeper, LeaseTable
+from tenplexfs.runtime.living import Living
 from tenplexfs.runtime.member import Member
 from tenplexfs.runtime.namespace import Control, Namespace, StoreNumbers
-from tenplexfs.runtime.protocols import Registry
 from tenplexfs.storage.directory import INDEXES, REGISTRY
 from tenplexfs.storage.registry_sqlite import SqliteRegistry
 from tenplexfs.storage.samples.recipe import make_reader
@@ -165,6 +167,8 @@ async def _start(
         clock_ns=time.time_ns,
     )
     table = nodes.table = JobTable(member, registry, coordinator.describe)
+    me = NodeInfo(config.node, _reachable(config.listen), store.incarnation, VERSION)
+    living = Living(registry, me, table.touch)
     transactions = Transactions(nursery, table.touch)
     view = View(config, member, table, transactions, metrics)
     clients = Clients(
@@ -228,6 +232,8 @@ async def _start(
     nursery.start_soon(keeper.run)
     nursery.start_soon(member.run)
     await nursery.start(table.run)
+    nursery.start_soon(living.run)
+    stack.push_async_callback(living.withdraw)
     await nursery.start(clients.run)
     if config.mount is not None:
         mount = await stack.enter_async_context(Mount(tree, config.mount, allow_other=config.allow_other))
@@ -244,7 +250,9 @@ def _access(config: Config) -> Access:
     return Access(identity, None if config.token_file is None else read_token(config.token_file))
 
 
-def _registry(config: Config, access: Access, stack: AsyncExitStack) -> tuple[Registry, Registry | None]:
+def _registry(
+    config: Config, access: Access, stack: AsyncExitStack
+) -> tuple[ServedRegistry, ServedRegistry | None]:
     """Returns the registry, and again when this daemon is the one that serves it."""
     if (address := etcd_address(config.registry)) is not None:
         etcd = Etcd(address.endpoints, tls=access.context)
@@ -261,6 +269,12 @@ def _registry(config: Config, access: Access, stack: AsyncExitStack) -> tuple[Re
     stack.callback(core.close)
     own = LocalRegistry(core)
     return own, own
+
+
+def _reachable(listen: str) -> str:
+    """Returns where others reach what listens at ``listen``: by the host's name where it is every address."""
+    host, _, port = listen.rpartition(":")
+    return f"{socket.gethostname()}:{port}" if host in ("0.0.0.0", "[::]") else listen
 
 
 def _control(config: Config, view: Callable[[], View], clients: Callable[[], Clients]) -> Control:

@@ -4,22 +4,23 @@ Two keys a job: ``<prefix>/heads/<job>`` holds the head, or ``null`` once the jo
 watcher who comes late still hears of it; ``<prefix>/locks/<job>`` holds the owner's name and lives as long as
 its lease. A lock's token is the revision that made its key: it is never used twice. The head moves in one
 transaction that compares both: the head was not written since it was read, and the lock is the one that was
-taken.
+taken. ``<prefix>/nodes/<node>`` holds what a living node says of itself, and lives as long as its lease.
 """
 
 from __future__ import annotations
 
 import math
 from base64 import b64decode, b64encode
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 
 import trio
 
-from tenplexfs.core.snapshot import Head, JobName
+from tenplexfs.core.snapshot import Head, JobName, NodeInfo, NodeName
 from tenplexfs.errors import ConflictError, CorruptError, NotFoundError, UnavailableError
 from tenplexfs.formats.head_json import head_of_text, text_of_head
+from tenplexfs.formats.node_json import node_of_text, text_of_node
 from tenplexfs.rpc.etcd_client import Etcd, Reply
 from tenplexfs.runtime.protocols import Lock, RegistryEvent
 
@@ -42,12 +43,12 @@ class _Entry:
 
 
 class EtcdRegistry:
-    """A `tenplexfs.runtime.protocols.Registry`. For one trio thread; closing ``etcd`` is the caller's.
+    """A `Registry` and a `NodeRegistry` of `tenplexfs.runtime.protocols`. For one trio thread.
 
     Revisions are etcd's own: they rise with every write to it, not by one with every head.
 
     Args:
-        etcd: The cluster.
+        etcd: The cluster; closing it is the caller's.
         prefix: Of all keys; registries with different ones know nothing of each other.
     """
 
@@ -55,10 +56,12 @@ class EtcdRegistry:
         self._etcd = etcd
         self._heads = f"{prefix}/heads/"
         self._locks = f"{prefix}/locks/"
+        self._nodes = f"{prefix}/nodes/"
+        self._leases: dict[NodeInfo, int] = {}
 
     async def heads(self) -> tuple[int, dict[JobName, Head]]:
         """Returns the current revision and the head of every job as of it."""
-        revision, entries = await self._entries()
+        revision, entries = await self._entries(self._heads)
         found = {self._job(entry): _head(entry) for entry in entries}
         return revision, {job: head for job, head in sorted(found.items()) if head is not None}
 
@@ -81,7 +84,7 @@ class EtcdRegistry:
                     job=job,
                     owner=held.value.decode(),
                 )
-            if await self._renew(held):
+            if await self._renew(held.lease):
                 return Lock(job, owner, held.created)
         raise ConflictError(f"job {job}: the lock changes hands too quickly; try again", job=job)
 
@@ -134,6 +137,49 @@ class EtcdRegistry:
             except UnavailableError:
                 await trio.sleep(_WATCH_WAIT_S)
 
+    async def announce(self, info: NodeInfo, *, ttl_s: float) -> None:
+        """Says that a node lives, for ``ttl_s`` from now; its first word fixes how many seconds that are."""
+        lease = self._leases.get(info, 0)
+        if not lease or not await self._renew(lease):
+            lease = self._leases[info] = await self._grant(ttl_s)
+        key, text = self._nodes + info.node, text_of_node(info)
+        put = {"key": _encoded(key), "value": _encoded(text), "lease": str(lease)}
+        is_so: list[Reply] = [
+            {"key": _encoded(key), "target": "LEASE", "result": "EQUAL", "lease": str(lease)},
+            {"key": _encoded(key), "target": "VALUE", "result": "EQUAL", "value": _encoded(text)},
+        ]
+        await self._txn(is_so, [], [{"request_put": put}])
+
+    async def withdraw(self, info: NodeInfo) -> None:
+        """Says that it lives no more; a name that another one has by now hangs on another lease."""
+        if lease := self._leases.pop(info, 0):
+            await self._revoke(lease)
+
+    async def nodes(self) -> dict[NodeName, NodeInfo]:
+        """Returns the living ones."""
+        return (await self._living())[1]
+
+    async def watch_nodes(self) -> AsyncGenerator[Mapping[NodeName, NodeInfo], None]:
+        """Yields the living ones now and after each change; reconnects by itself."""
+        told = None
+        while True:
+            try:
+                revision, living = await self._living()
+                if living != told:
+                    told = living
+                    yield living
+                create = {**_prefix(self._nodes), "start_revision": str(revision + 1)}
+                async with aclosing(self._etcd.watch({"create_request": create})) as replies:
+                    async for reply in replies:
+                        if reply.get("events") or reply.get("canceled"):
+                            break
+            except UnavailableError:
+                await trio.sleep(_WATCH_WAIT_S)
+
+    async def _living(self) -> tuple[int, dict[NodeName, NodeInfo]]:
+        revision, entries = await self._entries(self._nodes)
+        return revision, {info.node: info for info in map(_node, entries)}
+
     async def _changes(self, revision: int) -> AsyncGenerator[tuple[int, RegistryEvent | None], None]:
         """Yields how far it is and what changed, until the connection ends or etcd has forgotten the rest."""
         create = {**_prefix(self._heads), "start_revision": str(revision + 1)}
@@ -150,7 +196,7 @@ class EtcdRegistry:
                 return
         if not is_compacted:
             raise UnavailableError("etcd: the watch was cancelled")
-        now, entries = await self._entries()
+        now, entries = await self._entries(self._heads)
         for entry in sorted(entries, key=lambda each: each.modified):
             if entry.modified > revision:
                 yield self._event(entry)
@@ -160,8 +206,8 @@ class EtcdRegistry:
         head = None if gone else _head(entry)
         return entry.modified, RegistryEvent(entry.modified, self._job(entry), head)
 
-    async def _entries(self) -> tuple[int, list[_Entry]]:
-        reply = await self._etcd.call("kv/range", _prefix(self._heads))
+    async def _entries(self, prefix: str) -> tuple[int, list[_Entry]]:
+        reply = await self._etcd.call("kv/range", _prefix(prefix))
         return int(reply["header"]["revision"]), [_entry(kv) for kv in reply.get("kvs", ())]
 
     def _job(self, entry: _Entry) -> JobName:
@@ -175,8 +221,7 @@ class EtcdRegistry:
 
     async def _take(self, job: JobName, owner: str, ttl_s: float) -> _Entry | None:
         """Returns the lock, made now; None when somebody was quicker."""
-        granted = await self._etcd.call("lease/grant", {"TTL": str(max(1, math.ceil(ttl_s)))})
-        lease, key = int(granted["ID"]), self._locks + job
+        lease, key = await self._grant(ttl_s), self._locks + job
         put = {"key": _encoded(key), "value": _encoded(owner), "lease": str(lease)}
         reply = await self._txn(
             [_compare(key, "CREATE", 0)], [{"request_put": put}, _range(key)], [_range(key)]
@@ -187,8 +232,12 @@ class EtcdRegistry:
         await self._revoke(lease)
         return None
 
-    async def _renew(self, held: _Entry) -> bool:
-        reply = await self._etcd.call("lease/keepalive", {"ID": str(held.lease)})
+    async def _grant(self, ttl_s: float) -> int:
+        granted = await self._etcd.call("lease/grant", {"TTL": str(max(1, math.ceil(ttl_s)))})
+        return int(granted["ID"])
+
+    async def _renew(self, lease: int) -> bool:
+        reply = await self._etcd.call("lease/keepalive", {"ID": str(lease)})
         return int(reply.get("result", {}).get("TTL", 0)) > 0
 
     async def _left_s(self, held: _Entry) -> float:
@@ -230,6 +279,13 @@ def _head(entry: _Entry) -> Head | None:
         return None
     try:
         return head_of_text(entry.value)
+    except CorruptError as error:
+        raise UnavailableError(f"etcd key {entry.key}: {error.message}") from error
+
+
+def _node(entry: _Entry) -> NodeInfo:
+    try:
+        return node_of_text(entry.value)
     except CorruptError as error:
         raise UnavailableError(f"etcd key {entry.key}: {error.message}") from error
 

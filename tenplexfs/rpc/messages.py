@@ -5,11 +5,20 @@ from __future__ import annotations
 import re
 
 from tenplexfs._pb import registry_pb2
-from tenplexfs.core.snapshot import Head, SnapshotId, TxId, check_node_name
+from tenplexfs.core.snapshot import Head, NodeInfo, SnapshotId, TxId, check_node_name
 from tenplexfs.errors import InvalidError
 
-__all__ = ["check_txid", "head_of", "head_to_pb", "snapshot_of", "snapshot_to_pb"]
+__all__ = [
+    "check_txid",
+    "head_of",
+    "head_to_pb",
+    "node_of",
+    "node_to_pb",
+    "snapshot_of",
+    "snapshot_to_pb",
+]
 
+_WORD_LENGTH = 300
 _TXID = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 
 
@@ -54,3 +63,23 @@ def head_of(message: registry_pb2.Head) -> Head:
     """
     nodes = tuple(check_node_name(node) for node in message.nodes)
     return Head(snapshot_of(message.snapshot), str(message.layout_digest), nodes)
+
+
+def node_to_pb(info: NodeInfo) -> registry_pb2.NodeInfo:
+    """Returns ``info`` as a message."""
+    return registry_pb2.NodeInfo(
+        node=info.node, endpoint=info.endpoint, incarnation=info.incarnation, version=info.version
+    )
+
+
+def node_of(message: registry_pb2.NodeInfo) -> NodeInfo:
+    """Returns the node that ``message`` tells of.
+
+    Raises:
+        InvalidError: Its fields do not name one.
+    """
+    for name in ("endpoint", "incarnation", "version"):
+        if len(getattr(message, name)) > _WORD_LENGTH:
+            raise InvalidError(f"node {message.node[:80]!r}: {name} has more than {_WORD_LENGTH} letters")
+    node = check_node_name(message.node)
+    return NodeInfo(node, str(message.endpoint), str(message.incarnation), str(message.version))

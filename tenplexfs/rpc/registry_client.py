@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import aclosing
+from functools import partial
+from typing import Any
 
 import trio
 from google.protobuf.message import Message
 
 from tenplexfs._pb import registry_pb2
-from tenplexfs.core.snapshot import Head, JobName
+from tenplexfs.core.snapshot import Head, JobName, NodeInfo, NodeName
 from tenplexfs.errors import DeniedError, TimedOutError, UnavailableError
 from tenplexfs.rpc.connection import Cancel, Connection
-from tenplexfs.rpc.messages import head_of, head_to_pb
+from tenplexfs.rpc.messages import head_of, head_to_pb, node_of, node_to_pb
 from tenplexfs.rpc.retries import Retries
 from tenplexfs.rpc.threads import in_thread
 from tenplexfs.runtime.protocols import Lock, RegistryEvent
@@ -21,6 +24,7 @@ __all__ = ["LocalRegistry", "RemoteRegistry"]
 
 _WATCH_S = 300.0
 _WATCH_WAIT_S = 0.2
+_EXPIRY_S = 0.5  # a node whose time is over is missed so late
 
 
 class LocalRegistry:
@@ -32,6 +36,7 @@ class LocalRegistry:
     def __init__(self, core: SqliteRegistry) -> None:
         self._core = core
         self._changed = trio.Event()
+        self._moved = trio.Event()  # of nodes
 
     async def heads(self) -> tuple[int, dict[JobName, Head]]:
         """Returns the current revision and the head of every job as of it."""
@@ -65,6 +70,37 @@ class LocalRegistry:
                 yield RegistryEvent(number, job, head)
             if not events:
                 await changed.wait()
+
+    async def announce(self, info: NodeInfo, *, ttl_s: float) -> None:
+        """Says that a node lives, for ``ttl_s`` from now."""
+        announce = partial(self._core.announce, info, ttl_s=ttl_s)
+        if await trio.to_thread.run_sync(announce):
+            self._nodes_changed()
+
+    async def withdraw(self, info: NodeInfo) -> None:
+        """Says that it lives no more."""
+        await trio.to_thread.run_sync(self._core.withdraw, info)
+        self._nodes_changed()
+
+    async def nodes(self) -> dict[NodeName, NodeInfo]:
+        """Returns the living ones."""
+        await trio.lowlevel.checkpoint()
+        return self._core.nodes()
+
+    async def watch_nodes(self) -> AsyncIterator[Mapping[NodeName, NodeInfo]]:
+        """Yields the living ones now and after each change."""
+        told = None
+        while True:
+            moved = self._moved
+            if (living := self._core.nodes()) != told:
+                told = living
+                yield living
+            with trio.move_on_after(_EXPIRY_S):
+                await moved.wait()
+
+    def _nodes_changed(self) -> None:
+        self._moved.set()
+        self._moved = trio.Event()
 
 
 class RemoteRegistry:
@@ -133,16 +169,48 @@ class RemoteRegistry:
     async def watch(self, revision: int) -> AsyncIterator[RegistryEvent]:
         """Yields each change after ``revision``, in order; reconnects by itself."""
         while True:
-            call = Cancel()
-            request = registry_pb2.WatchRequest(revision=revision)
-            events = self._connection.stream("Registry/Watch", request, deadline_s=_WATCH_S, cancel=call)
-            try:
-                while (event := await self._next(events, call)) is not None:
+            async with aclosing(
+                self._stream("Watch", registry_pb2.WatchRequest(revision=revision))
+            ) as events:  # type: ignore[type-var]
+                async for event in events:
                     revision = int(event.revision)
-                    yield RegistryEvent(
-                        revision, JobName(event.job), head_of(event.head) if event.HasField("head") else None
-                    )
-            except (UnavailableError, TimedOutError, DeniedError):
-                await trio.sleep(_WATCH_WAIT_S)
-            finally:
-                call.cancel()
+                    head = head_of(event.head) if event.HasField("head") else None
+                    yield RegistryEvent(revision, JobName(event.job), head)
+
+    async def announce(self, info: NodeInfo, *, ttl_s: float) -> None:
+        """Says that a node lives, for ``ttl_s`` from now."""
+        await self._call("Announce", registry_pb2.AnnounceRequest(info=node_to_pb(info), ttl_s=ttl_s))
+
+    async def withdraw(self, info: NodeInfo) -> None:
+        """Says that it lives no more."""
+        await self._call("Withdraw", registry_pb2.WithdrawRequest(info=node_to_pb(info)))
+
+    async def nodes(self) -> dict[NodeName, NodeInfo]:
+        """Returns the living ones."""
+        return _nodes_of(await self._call("Nodes", registry_pb2.NodesRequest()))
+
+    async def watch_nodes(self) -> AsyncIterator[Mapping[NodeName, NodeInfo]]:
+        """Yields the living ones now and after each change; reconnects by itself."""
+        told = None
+        while True:
+            async with aclosing(self._stream("WatchNodes", registry_pb2.NodesRequest())) as replies:  # type: ignore[type-var]
+                async for reply in replies:
+                    if (living := _nodes_of(reply)) != told:
+                        told = living
+                        yield living
+
+    async def _stream(self, method: str, request: Message) -> AsyncIterator[Any]:
+        """Yields the answers to one call; ends, after a while, when it does."""
+        call = Cancel()
+        replies = self._connection.stream(f"Registry/{method}", request, deadline_s=_WATCH_S, cancel=call)
+        try:
+            while (reply := await self._next(replies, call)) is not None:
+                yield reply
+        except (UnavailableError, TimedOutError, DeniedError):
+            await trio.sleep(_WATCH_WAIT_S)
+        finally:
+            call.cancel()
+
+
+def _nodes_of(reply: Message) -> dict[NodeName, NodeInfo]:
+    return {NodeName(each.node): node_of(each) for each in reply.nodes}

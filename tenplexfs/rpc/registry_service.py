@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
+from typing import Protocol
 
 from tenplexfs._pb import registry_pb2
-from tenplexfs.core.snapshot import JobName, check_job_name
+from tenplexfs.core.snapshot import JobName, NodeInfo, NodeName, check_job_name
 from tenplexfs.errors import InvalidError
-from tenplexfs.rpc.messages import head_of, head_to_pb
-from tenplexfs.runtime.protocols import Lock, Registry
+from tenplexfs.rpc.messages import head_of, head_to_pb, node_of, node_to_pb
+from tenplexfs.runtime.protocols import Lock, NodeRegistry, Registry
 
-__all__ = ["RegistryService"]
+__all__ = ["RegistryService", "ServedRegistry"]
+
+_LONGEST_S = 3600
+
+
+class ServedRegistry(Registry, NodeRegistry, Protocol):
+    """What a daemon serves to others: heads, locks, nodes."""
 
 
 class RegistryService:
     """Answers the Registry service from ``registry``."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: ServedRegistry) -> None:
         self._registry = registry
 
     async def heads(self, _: registry_pb2.HeadsRequest) -> registry_pb2.HeadsReply:
@@ -29,9 +36,9 @@ class RegistryService:
 
     async def lock(self, request: registry_pb2.LockRequest) -> registry_pb2.LockReply:
         """Takes or renews a lock."""
-        if not (request.owner and 0 < request.ttl_s <= 3600):
+        if not (request.owner and 0 < request.ttl_s <= _LONGEST_S):
             raise InvalidError(
-                f"lock of job {request.job}: need an owner and 0 < ttl_s <= 3600, got {request.ttl_s}"
+                f"lock of job {request.job}: need an owner and 0 < ttl_s <= {_LONGEST_S}, got {request.ttl_s}"
             )
         job = check_job_name(request.job)
         lock = await self._registry.lock(job, str(request.owner), ttl_s=float(request.ttl_s))
@@ -57,6 +64,33 @@ class RegistryService:
             async for event in events:
                 head = None if event.head is None else head_to_pb(event.head)
                 yield registry_pb2.HeadEvent(revision=event.revision, job=event.job, head=head)
+
+    async def announce(self, request: registry_pb2.AnnounceRequest) -> registry_pb2.AnnounceReply:
+        """Takes note that a node lives."""
+        info = node_of(request.info)
+        if not 0 < request.ttl_s <= _LONGEST_S:
+            raise InvalidError(f"node {info.node}: need 0 < ttl_s <= {_LONGEST_S}, got {request.ttl_s}")
+        await self._registry.announce(info, ttl_s=float(request.ttl_s))
+        return registry_pb2.AnnounceReply()
+
+    async def withdraw(self, request: registry_pb2.WithdrawRequest) -> registry_pb2.WithdrawReply:
+        """Takes note that a node lives no more."""
+        await self._registry.withdraw(node_of(request.info))
+        return registry_pb2.WithdrawReply()
+
+    async def nodes(self, _: registry_pb2.NodesRequest) -> registry_pb2.NodesReply:
+        """Returns the living ones."""
+        return _nodes(await self._registry.nodes())
+
+    async def watch_nodes(self, _: registry_pb2.NodesRequest) -> AsyncIterator[registry_pb2.NodesReply]:
+        """Yields the living ones at each change."""
+        async with aclosing(self._registry.watch_nodes()) as changes:  # type: ignore[type-var]
+            async for living in changes:
+                yield _nodes(living)
+
+
+def _nodes(living: Mapping[NodeName, NodeInfo]) -> registry_pb2.NodesReply:
+    return registry_pb2.NodesReply(nodes=[node_to_pb(info) for info in living.values()])
 
 
 def _lock(request: registry_pb2.UnlockRequest | registry_pb2.CompareAndSetRequest) -> Lock:

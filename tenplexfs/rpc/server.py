@@ -39,9 +39,9 @@ from tenplexfs.rpc.handlers import (
 )
 from tenplexfs.rpc.memory import keep_freed_memory
 from tenplexfs.rpc.ranges import gather
-from tenplexfs.rpc.registry_service import RegistryService
+from tenplexfs.rpc.registry_service import RegistryService, ServedRegistry
 from tenplexfs.rpc.wire import FETCH, FetchRequest, with_sums
-from tenplexfs.runtime.protocols import ArraySource, Ranges, Registry
+from tenplexfs.runtime.protocols import ArraySource, Ranges
 
 __all__ = ["serve"]
 
@@ -59,7 +59,7 @@ async def serve(
     local: LocalHandler,
     datasets: DatasetsHandler | None = None,
     samples: SamplesHandler | None = None,
-    registry: Registry | None = None,
+    registry: ServedRegistry | None = None,
     listen: str | None,
     socket: Path | None,
     credentials: grpc.ServerCredentials | None = None,

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from tenplexfs.core.snapshot import Head, JobName, NodeName, TxId
+from tenplexfs.core.snapshot import Head, JobName, NodeInfo, NodeName, TxId
 
 __all__ = [
     "ArraySource",
     "FileContent",
     "Lock",
+    "NodeRegistry",
     "PeerReader",
     "Ranges",
     "Registry",
@@ -169,4 +170,27 @@ class Registry(Protocol):
 
     def watch(self, revision: int) -> AsyncIterator[RegistryEvent]:
         """Yields each change after ``revision``, in order; reconnects by itself."""
+        ...
+
+
+class NodeRegistry(Protocol):
+    """Which nodes live; every registry is one too. Deadlines and UnavailableError as for `Registry`."""
+
+    async def announce(self, info: NodeInfo, *, ttl_s: float) -> None:
+        """Says that a node lives, for ``ttl_s`` from now; the last word about a name counts."""
+        ...
+
+    async def withdraw(self, info: NodeInfo) -> None:
+        """Says that it lives no more, unless another one has announced itself under its name."""
+        ...
+
+    async def nodes(self) -> dict[NodeName, NodeInfo]:
+        """Returns the living ones."""
+        ...
+
+    def watch_nodes(self) -> AsyncIterator[Mapping[NodeName, NodeInfo]]:
+        """Yields the living ones now and after each change; reconnects by itself.
+
+        Changes that come fast are told as one. While the registry is away nothing is told, whoever dies.
+        """
         ...

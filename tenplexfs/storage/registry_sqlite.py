@@ -1,6 +1,8 @@
-"""The embedded registry: heads, locks and their history in one SQLite file of one daemon.
+"""The embedded registry: heads, locks, their history, and the living nodes, in one SQLite file of one daemon.
 
-A head is written in the transaction that checks it and the lock, and is on disk before the call returns.
+A head is written in the transaction that checks it and the lock, and is on disk before the call returns. Of a
+node only what it says of itself is written; until when it lives is known here alone, and begins anew with the
+daemon, so that nobody is taken for dead because this one was.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tenplexfs.core.snapshot import Head, JobName
+from tenplexfs.core.snapshot import Head, JobName, NodeInfo, NodeName
 from tenplexfs.errors import ConflictError, CorruptError, ExistsError, UnavailableError
 from tenplexfs.formats.head_json import head_of_text, text_of_head
+from tenplexfs.formats.node_json import node_of_text, text_of_node
 
 __all__ = ["SqliteRegistry"]
 
@@ -26,6 +29,7 @@ CREATE TABLE IF NOT EXISTS locks (
     job TEXT PRIMARY KEY, owner TEXT NOT NULL, token INTEGER NOT NULL, ttl_s REAL NOT NULL,
     expires REAL NOT NULL
 );
+CREATE TABLE IF NOT EXISTS nodes (info TEXT PRIMARY KEY, ttl_s REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 INSERT OR IGNORE INTO counters VALUES ('revision', 0), ('token', 0);
 """
@@ -51,6 +55,7 @@ class SqliteRegistry:
         self._clock = clock
         self._kept_count = kept_count
         self._mutex = threading.Lock()
+        self._living_lock = threading.Lock()
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=0.5)
         try:
             self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
@@ -59,6 +64,8 @@ class SqliteRegistry:
             self._db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
             # The clock may have begun anew with the machine: no lock may outlast its time from now.
             self._db.execute("UPDATE locks SET expires = min(expires, ? + ttl_s)", (clock(),))
+            rows = self._db.execute("SELECT info, ttl_s FROM nodes").fetchall()
+            self._living = {node_of_text(info): clock() + ttl_s for info, ttl_s in rows}
         except sqlite3.OperationalError as error:
             self._db.close()
             raise ExistsError(
@@ -156,6 +163,37 @@ class SqliteRegistry:
         return [
             (number, JobName(job), None if head is None else head_of_text(head)) for number, job, head in rows
         ]
+
+    def announce(self, info: NodeInfo, *, ttl_s: float) -> bool:
+        """Lets a node live for ``ttl_s`` from now; returns whether that was not known."""
+        with self._living_lock:
+            for other in [each for each, expires in self._living.items() if expires <= self._clock()]:
+                self._forget(other)
+            if is_new := info not in self._living:
+                for other in [each for each in self._living if each.node == info.node]:
+                    self._forget(other)
+                with self._transaction() as db:
+                    db.execute("INSERT INTO nodes VALUES (?, ?)", (text_of_node(info), ttl_s))
+            self._living[info] = self._clock() + ttl_s
+        return is_new
+
+    def withdraw(self, info: NodeInfo) -> None:
+        """Ends the life of a node, unless another one has its name by now."""
+        with self._living_lock:
+            if info in self._living:
+                self._forget(info)
+
+    def nodes(self) -> dict[NodeName, NodeInfo]:
+        """Returns the living nodes, by name."""
+        now = self._clock()
+        with self._living_lock:
+            living = [info for info, expires in self._living.items() if expires > now]
+        return {info.node: info for info in sorted(living, key=lambda each: each.node)}
+
+    def _forget(self, info: NodeInfo) -> None:
+        with self._transaction() as db:
+            db.execute("DELETE FROM nodes WHERE info = ?", (text_of_node(info),))
+        del self._living[info]
 
 
 def _counter(db: sqlite3.Connection, name: str, *, step: int = 0) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from base64 import b64encode
 from contextlib import aclosing, asynccontextmanager
+from itertools import pairwise
 
 import pytest
 import trio
 import trio.testing
 
-from tenplexfs.core.snapshot import Head, SnapshotId
+from tenplexfs.core.snapshot import Head, NodeInfo, SnapshotId
 from tenplexfs.errors import ConflictError, InvalidError, UnavailableError
 from tenplexfs.rpc.connection import Connection
 from tenplexfs.rpc.etcd_client import Etcd
@@ -60,6 +61,13 @@ class Embedded:
     async def expire(self, job):
         self.clock.now += 10
 
+    async def expire_node(self, node):
+        self.clock.now += 10
+
+    @asynccontextmanager
+    async def another(self, registry):
+        yield registry
+
     def restart(self):
         self.clock.now = 1.0  # the machine was started again
 
@@ -75,9 +83,18 @@ class InEtcd:
             yield EtcdRegistry(etcd, prefix=self.prefix)
 
     async def expire(self, job):
-        key = b64encode(f"{self.prefix}/locks/{job}".encode()).decode()
+        self.revoke(f"locks/{job}")
+
+    async def expire_node(self, node):
+        self.revoke(f"nodes/{node}")
+
+    def revoke(self, name):
+        key = b64encode(f"{self.prefix}/{name}".encode()).decode()
         (held,) = self.server.ask("kv/range", {"key": key})["kvs"]
         self.server.ask("lease/revoke", {"ID": held["lease"]})
+
+    def another(self, registry):
+        return self.open()
 
     def restart(self):
         self.server.kill()
@@ -239,12 +256,90 @@ async def test_it_survives_a_restart(registries):
         assert (await registry.lock("gpt", "n1", ttl_s=10)).token > lock.token
 
 
+def node(name, incarnation="a", endpoint="host:7070"):
+    return NodeInfo(name, endpoint, incarnation, "0.1")
+
+
+async def test_nodes_live_while_they_say_so(registries):
+    async with registries.open() as registry:
+        assert await registry.nodes() == {}
+        for info in (node("n1"), node("n0"), node("n1")):
+            await registry.announce(info, ttl_s=10)
+        assert await registry.nodes() == {"n0": node("n0"), "n1": node("n1")}
+        assert list(await registry.nodes()) == ["n0", "n1"]
+        await registries.expire_node("n1")
+        await registry.announce(node("n0"), ttl_s=10)
+        assert await registry.nodes() == {"n0": node("n0")}
+        await registry.announce(node("n1"), ttl_s=10)
+        await registry.withdraw(node("n0"))
+        await registry.withdraw(node("n0"))
+        assert await registry.nodes() == {"n1": node("n1")}
+
+
+async def test_the_last_word_about_a_node_counts(registries):
+    async with registries.open() as registry, registries.another(registry) as other:
+        old, new = node("n0"), node("n0", "b", "host:7071")
+        await registry.announce(old, ttl_s=10)
+        await other.announce(new, ttl_s=10)
+        assert await registry.nodes() == {"n0": new}
+        await registry.withdraw(old)
+        assert await registry.nodes() == {"n0": new}, "that was the one before"
+        await registry.announce(old, ttl_s=10)
+        assert await other.nodes() == {"n0": old}
+
+
+async def test_a_watch_tells_who_lives(registries):
+    seen = []
+
+    async def watch(registry):
+        async with aclosing(registry.watch_nodes()) as changes:
+            async for living in changes:
+                seen.append(dict(living))
+
+    async def sees(*nodes):
+        while not seen or seen[-1] != {info.node: info for info in nodes}:
+            await trio.testing.wait_all_tasks_blocked(0.01)
+
+    async with registries.open() as registry, trio.open_nursery() as nursery:
+        await registry.announce(node("n0"), ttl_s=10)
+        nursery.start_soon(watch, registry)
+        await sees(node("n0"))
+        await registry.announce(node("n1"), ttl_s=10)
+        await sees(node("n0"), node("n1"))
+        await registry.announce(node("n1", "b"), ttl_s=10)
+        await sees(node("n0"), node("n1", "b"))
+        await registry.withdraw(node("n0"))
+        await sees(node("n1", "b"))
+        await registries.expire_node("n1")
+        await sees()
+        assert all(before != after for before, after in pairwise(seen))
+        nursery.cancel_scope.cancel()
+
+
+async def test_nobody_is_dead_because_the_registry_was(registries):
+    async with registries.open() as registry:
+        await registry.announce(node("n0"), ttl_s=10)
+    registries.restart()
+    async with registries.open() as registry:
+        assert await registry.nodes() == {"n0": node("n0")}
+        await registry.announce(node("n0"), ttl_s=10)
+        assert await registry.nodes() == {"n0": node("n0")}
+        await registries.expire_node("n0")
+        assert await registry.nodes() == {}
+
+
 async def test_bad_requests(tmp_path):
     async with open_registry("remote", tmp_path, Clock()) as registry:
         with pytest.raises(InvalidError, match=r"job name '\.\./x'"):
             await registry.lock("../x", "n0", ttl_s=10)
         with pytest.raises(InvalidError, match="ttl_s"):
             await registry.lock("gpt", "n0", ttl_s=0)
+        with pytest.raises(InvalidError, match=r"node n0: need 0 < ttl_s"):
+            await registry.announce(node("n0"), ttl_s=0)
+        with pytest.raises(InvalidError, match=r"node name 'n/0'"):
+            await registry.announce(node("n/0"), ttl_s=1)
+        with pytest.raises(InvalidError, match=r"node 'n0': endpoint has more than 300 letters"):
+            await registry.announce(node("n0", endpoint="x" * 301), ttl_s=1)
 
 
 async def test_a_watch_reconnects(tmp_path):
