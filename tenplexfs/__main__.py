@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 
+from tenplexfs.client import commands
+
 __all__ = ["main"]
 
 
 def main() -> None:
     """Runs the command line and exits with its status."""
-    if sys.argv[1:2] == ["run"]:  # in the base install
-        from tenplexfs.client.launch import main as launch
-
-        raise SystemExit(launch(sys.argv[2:]))
+    if (given := commands.of_base_install(sys.argv[1:])) is not None:
+        raise SystemExit(commands.run(given))
     try:
         from tenplexfs.cli.app import run
     except ModuleNotFoundError as error:

@@ -18,6 +18,7 @@ __all__ = ["app", "run"]
 app = typer.Typer(
     name="tenplexfs",
     help="Keeps the state of training jobs outside the jobs, and changes their parallelism while they live.",
+    epilog="In the base install too: env, wait and run; each has --help.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

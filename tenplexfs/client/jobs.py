@@ -6,7 +6,7 @@ import os
 import time
 from typing import Any
 
-from tenplexfs.client.connection import Connection, parse_place, patiently, socket_of
+from tenplexfs.client.connection import PATIENCE_S, Connection, Place, parse_place, patiently, socket_of
 from tenplexfs.client.session import loaded_from, process_name
 from tenplexfs.errors import InvalidError, TimedOutError
 
@@ -64,45 +64,75 @@ def should_stop(
     return answer
 
 
-def env(path: str | os.PathLike[str]) -> dict[str, Any]:
+def env(
+    path: str | os.PathLike[str], *, socket: str | None = None, patience_s: float = PATIENCE_S
+) -> dict[str, Any]:
     """Returns what a launcher needs to know of a job: generation, step, snapshot, mesh, nodes, ranks here.
+
+    Args:
+        path: ``<mount>/<job>``.
+        socket: Of the daemon; ``path`` may be the name of the job alone then.
+        patience_s: How long to wait for a daemon that is away.
 
     Raises:
         NotFoundError: There is no such job.
+        UnavailableError: The daemon stayed away.
     """
     place = parse_place(path)
 
     def ask() -> dict[str, Any]:
-        with Connection(socket_of(place.mount)) as connection:
+        with Connection(socket or socket_of(place.mount)) as connection:
             return connection.ask("env", job=place.job)
 
-    return {**patiently(ask), "mount": str(place.mount)}
+    return _with_mount(patiently(ask, patience_s=patience_s), place, socket)
 
 
 def wait(
     path: str | os.PathLike[str],
     *,
-    state: str = "ready",
+    state: str | None = "ready",
     generation: int | None = None,
     step: int | None = None,
     timeout_s: float | None = None,
+    socket: str | None = None,
 ) -> dict[str, Any]:
     """Returns `env` once the job is in ``state``, at least of ``generation`` and at ``step``.
 
+    A job that is not there is waited for.
+
+    Args:
+        path: ``<mount>/<job>``.
+        state: "empty", "ready", "reconfiguring", "undecided" or "failed"; None: any.
+        generation: The lowest that will do.
+        step: The lowest that will do.
+        timeout_s: For how long; default: for ever.
+        socket: As for `env`.
+
     Raises:
+        InvalidError: There is no such state.
         TimedOutError: Not within ``timeout_s``.
+        UnavailableError: The daemon stayed away.
     """
     place = parse_place(path)
     end = None if timeout_s is None else time.monotonic() + timeout_s
     fields = {"job": place.job, "state": state, "generation": generation, "step": step}
 
+    def left_s() -> float:
+        return PATIENCE_S if end is None else max(end - time.monotonic(), 0.0)
+
     def ask() -> dict[str, Any] | None:
-        left_s = None if end is None else max(end - time.monotonic(), 0.0)
-        with Connection(socket_of(place.mount)) as connection:
-            found: dict[str, Any] | None = connection.ask("wait", left_s=left_s, **fields)["job"]
+        with Connection(socket or socket_of(place.mount)) as connection:
+            found: dict[str, Any] | None = connection.ask("wait", left_s=left_s(), **fields)["job"]
         return found
 
-    while (found := patiently(ask)) is None:
+    while (found := patiently(ask, patience_s=min(PATIENCE_S, left_s()))) is None:
         if end is not None and time.monotonic() >= end:
-            raise TimedOutError(f"job {place.job}: not {state} within {timeout_s:g} s")
-    return {**found, "mount": str(place.mount)}
+            wanted = {"state": state, "generation": generation, "step": step}
+            text = ", ".join(f"{name} {value}" for name, value in wanted.items() if value is not None)
+            raise TimedOutError(f"job {place.job}: not at {text or 'hand'} within {timeout_s:g} s")
+    return _with_mount(found, place, socket)
+
+
+def _with_mount(found: dict[str, Any], place: Place, socket: str | None) -> dict[str, Any]:
+    """Returns ``found`` with the mount as this process sees it, else as the daemon does."""
+    return found if socket else {**found, "mount": str(place.mount)}

@@ -20,8 +20,9 @@ from types import FrameType
 from typing import Any
 
 from tenplexfs import EXIT_RECONFIGURE
+from tenplexfs.client.commands import find_mount
 from tenplexfs.client.jobs import env
-from tenplexfs.errors import InvalidError, NotFoundError, TenplexError, UsageError
+from tenplexfs.errors import NotFoundError, TenplexError, UsageError
 
 __all__ = ["main"]
 
@@ -85,7 +86,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 class _Launcher:
     def __init__(self, given: argparse.Namespace) -> None:
         self._given = given
-        self._path = _mount(given.mount) / given.job
+        self._path = (given.mount.absolute() if given.mount else find_mount()) / given.job
         self._process: subprocess.Popen[bytes] | None = None
         self._ended_by: int | None = None
 
@@ -187,13 +188,3 @@ class _Launcher:
     def _say(self, text: str) -> None:
         sys.stderr.write(f"tenplexfs run: job {self._given.job}: {text}\n")
         sys.stderr.flush()
-
-
-def _mount(given: Path | None) -> Path:
-    named = given or os.environ.get("TENPLEXFS_MOUNT")
-    if named:
-        return Path(named).absolute()
-    for parent in (Path.cwd(), *Path.cwd().parents):
-        if (parent / ".tenplexfs" / "endpoint").is_file():
-            return parent
-    raise InvalidError("which daemon? give --mount, or set TENPLEXFS_MOUNT")

@@ -71,6 +71,7 @@ class Clients:
         )
         parts = Parts(
             config.node,
+            None if config.mount is None else str(config.mount),
             VERSION,
             member,
             table,

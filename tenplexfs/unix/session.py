@@ -28,6 +28,7 @@ __all__ = ["ClientSession", "Parts"]
 Message = Mapping[str, Any]
 
 _WAIT_S = 5.0  # of one answer; the client asks again
+_STATES = ("empty", "ready", "reconfiguring", "undecided", "failed")
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Parts:
     """What sessions use of the daemon.
 
     Attributes:
+        mount: Where this node shows its tree, if it does.
         state: Returns the state of a job, as ``status.json`` says it.
         create: Makes a job for a save of its only rank.
         create_job: Makes a job of a layout.
@@ -42,6 +44,7 @@ class Parts:
     """
 
     node: NodeName
+    mount: str | None
     version: str
     member: Member
     table: JobTable
@@ -279,18 +282,18 @@ class ClientSession:
         return self._describe(self._job(message)), ()
 
     async def _wait(self, message: Message) -> Answer:
-        job, state = self._job(message), field(message, "state", str)
+        job, state = self._job(message), optional(message, "state", str)
         generation, step = optional(message, "generation", int), optional(message, "step", int)
         left_s = message.get("left_s")
-        if state not in ("empty", "ready", "reconfiguring", "undecided", "failed"):
-            raise InvalidError(f"wait: state {state!r}: there is no such state")
+        if state not in (None, *_STATES):
+            raise InvalidError(f"wait: state {state!r}: need one of {', '.join(_STATES)}")
         with trio.move_on_after(_WAIT_S if left_s is None else min(float(left_s), _WAIT_S)):
             while True:
                 changed = self._parts.table.changed
                 now = self._describe(job) if job in self._parts.member.shown() else None
                 if (
                     now is not None
-                    and now["state"] == state
+                    and state in (None, now["state"])
                     and now["generation"] >= (generation or 0)
                     and (step is None or (now["step"] is not None and now["step"] >= step))
                 ):
@@ -304,6 +307,7 @@ class ClientSession:
         return {
             "job": job,
             "node": self._parts.node,
+            "mount": self._parts.mount,
             "state": self._parts.state(job),
             "generation": head.snapshot.generation,
             "step": head.snapshot.step,
