@@ -12,7 +12,8 @@ import trio
 from tenplexfs._pb import control_pb2, local_pb2
 from tenplexfs.core.snapshot import Head, NodeName, TxId, check_job_name, check_node_name
 from tenplexfs.daemon.clients import Clients
-from tenplexfs.daemon.config import Config, parse_size
+from tenplexfs.daemon.config import Config
+from tenplexfs.daemon.job_settings import check_settings
 from tenplexfs.daemon.transactions import Transaction, Transactions
 from tenplexfs.daemon.view import VERSION, Metrics, View, progress_message
 from tenplexfs.errors import InvalidError, NotFoundError
@@ -26,9 +27,6 @@ from tenplexfs.runtime.planning import Target
 from tenplexfs.storage.store import Mismatch
 
 __all__ = ["Service"]
-
-SETTINGS = ("keep_steps", "memory")
-"""Settings of a job; each is a whole number >= 1, ``memory`` in bytes or as ``8GiB``."""
 
 
 class Service:
@@ -66,7 +64,7 @@ class Service:
     async def create_job(self, request: control_pb2.CreateJobRequest) -> control_pb2.Job:
         """Makes a job without state."""
         job = check_job_name(request.name)
-        settings = _check_settings(request.settings_json)
+        settings = check_settings(request.settings_json)
         layout = request.layout_json.encode()
         if not layout.strip():
             raise InvalidError(f"job {job}: no layout given")
@@ -256,21 +254,3 @@ def _target(request: control_pb2.PlanRequest | control_pb2.ReconfigureRequest) -
     if not (request.layout_json or mesh or nodes):
         raise InvalidError("give a layout, a mesh or nodes")
     return Target(request.layout_json.encode(), mesh, nodes or None)
-
-
-def _check_settings(text: str) -> bytes:
-    """Returns the settings as one form, so that equal ones are equal bytes."""
-    try:
-        settings = json.loads(text or "{}")
-    except ValueError as error:
-        raise InvalidError(f"settings: no valid JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise InvalidError("settings: need a JSON object")
-    if isinstance(memory := settings.get("memory"), str):
-        settings["memory"] = parse_size(memory, of_bytes=0)
-    for name, value in settings.items():
-        if name not in SETTINGS:
-            raise InvalidError(f"setting {name!r}: unknown; there are: {', '.join(SETTINGS)}")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InvalidError(f"setting {name!r}: need a whole number >= 1, got {value!r}")
-    return json.dumps(settings, sort_keys=True).encode()

@@ -1,0 +1,95 @@
+"""The settings of a job: what each may be."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from tenplexfs.daemon.config import parse_size
+from tenplexfs.errors import InvalidError
+from tenplexfs.formats.parallelizer_json import parse_parallelizer
+
+__all__ = ["SETTINGS", "check_settings", "check_webhook"]
+
+_MAX_BYTES = 1 << 24
+
+
+def check_settings(text: str) -> bytes:
+    """Returns the settings as one form, so that equal ones are equal bytes.
+
+    Raises:
+        InvalidError: One is unknown or wrong; names it.
+    """
+    if len(text) > _MAX_BYTES:
+        raise InvalidError(f"settings: {len(text)} characters, at most {_MAX_BYTES}")
+    try:
+        settings = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidError(f"settings: no valid JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise InvalidError("settings: need a JSON object")
+    for name in settings:
+        if name not in SETTINGS:
+            raise InvalidError(f"setting {name!r}: unknown; there are: {', '.join(SETTINGS)}")
+    checked = {name: SETTINGS[name](name, value) for name, value in settings.items()}
+    return json.dumps(checked, sort_keys=True).encode()
+
+
+def check_webhook(url: str, *, insecure: bool) -> None:
+    """Refuses an address to which events of a job would go in the clear.
+
+    Raises:
+        InvalidError: It is no URL, or plain http to another machine without ``insecure``.
+    """
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise InvalidError(f"webhook {url!r}: {error}") from error
+    if parts.scheme not in ("http", "https") or not host or not url.isprintable() or " " in url:
+        raise InvalidError(f"webhook {url!r}: need a URL as https://host/path")
+    if parts.scheme == "http" and not insecure and not _is_loopback(host):
+        raise InvalidError(
+            f"webhook {url!r}: http beyond this machine; give https, or start the daemon with --insecure"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _whole(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InvalidError(f"setting {name!r}: need a whole number >= 1, got {value!r}")
+    return value
+
+
+def _size(name: str, value: object) -> int:
+    return _whole(name, parse_size(value, of_bytes=0) if isinstance(value, str) else value)
+
+
+def _parallelizer(_: str, value: object) -> object:
+    parse_parallelizer(value)
+    return value
+
+
+def _webhook(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise InvalidError(f"setting {name!r}: need a URL, got {value!r}")
+    check_webhook(value, insecure=True)
+    return value
+
+
+SETTINGS: Mapping[str, Callable[[str, Any], object]] = {
+    "keep_steps": _whole,
+    "memory": _size,
+    "parallelizer": _parallelizer,
+    "webhook": _webhook,
+}
+"""Name, and what checks a value and returns it as it is kept."""

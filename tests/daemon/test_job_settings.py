@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tenplexfs.daemon.job_settings import check_settings, check_webhook
+from tenplexfs.errors import InvalidError
+
+
+def test_settings_come_out_as_one_form():
+    given = '{"memory": "8GiB", "keep_steps": 2}'
+    assert check_settings(given) == b'{"keep_steps": 2, "memory": 8589934592}'
+    assert check_settings("") == b"{}"
+    table = {"parallelizer": {"kind": "table", "rows": {"4": {"tp": 4}}}, "webhook": "https://x/y"}
+    assert json.loads(check_settings(json.dumps(table))) == table
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "settings: need a JSON object"),
+        ("{", "settings: no valid JSON"),
+        ("[" * 100_000, "settings: no valid JSON"),
+        ('{"speed": 1}', "setting 'speed': unknown; there are: keep_steps"),
+        ('{"keep_steps": 0}', "setting 'keep_steps': need a whole number >= 1, got 0"),
+        ('{"keep_steps": true}', "setting 'keep_steps': need a whole number >= 1, got True"),
+        ('{"memory": "much"}', "need a size"),
+        ('{"parallelizer": 1}', "setting 'parallelizer': need an object"),
+        ('{"webhook": 1}', "setting 'webhook': need a URL, got 1"),
+        ('{"webhook": "ftp://x"}', "webhook 'ftp://x': need a URL"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(text, message):
+    with pytest.raises(InvalidError) as caught:
+        check_settings(text)
+    assert message in caught.value.message
+
+
+def test_events_go_in_the_clear_to_this_machine_only():
+    for url in ("https://example.com/x", "http://127.0.0.1:80/", "http://[::1]:80/x", "http://localhost/"):
+        check_webhook(url, insecure=False)
+    with pytest.raises(InvalidError, match="http beyond this machine; give https"):
+        check_webhook("http://example.com/", insecure=False)
+    check_webhook("http://example.com/", insecure=True)
+    for url in ("example.com", "http:///x", "http://x:99999/", "https://a b/", "https://[::1/"):
+        with pytest.raises(InvalidError, match="webhook"):
+            check_webhook(url, insecure=True)
