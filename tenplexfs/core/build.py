@@ -23,7 +23,7 @@ from tenplexfs.core.layout import (
     place_in_order,
 )
 from tenplexfs.core.ptc import PTC, Mask, Placement, Tensor, check_tensor_path
-from tenplexfs.core.region import Boxes, Ints, box_volumes, disjoint_atoms, join
+from tenplexfs.core.region import Boxes, Ints, find_hole, region_text
 from tenplexfs.errors import InvalidError
 
 __all__ = ["build_ptc"]
@@ -231,10 +231,8 @@ class _Builder:
             self._covered[key] = self._uncovered(names[0].tensor.shape, key)
         hole = self._covered[key]
         if hole is not None:
-            region = ", ".join(f"{a}:{b}" for a, b in zip(*hole.tolist(), strict=True))
-            raise InvalidError(
-                f"tensor {path!r}: no rank holds [{region}] of its shape {list(names[0].tensor.shape)}"
-            )
+            shape = list(names[0].tensor.shape)
+            raise InvalidError(f"tensor {path!r}: no rank holds {region_text(hole)} of its shape {shape}")
 
     def _held_cells(self, table: int, mask: int) -> tuple[int, bytes]:
         """Returns the table and which of its cells some rank of the mask holds; the same for many masks."""
@@ -248,18 +246,12 @@ class _Builder:
 
     def _uncovered(self, shape: tuple[int, ...], key: tuple[tuple[int, bytes], ...]) -> Boxes | None:
         """Returns a box (2, ndim) that nobody holds, or None."""
-        whole = np.stack([np.zeros(len(shape), np.int64), np.array(shape, np.int64)])[None]
+        whole = np.stack([np.zeros(len(shape), np.int64), np.array(shape, np.int64)])
         pieces = []
         for table_number, held in key:
             table = self.tables[table_number]
             pieces.append(table.pieces[np.frombuffer(held, bool)[table.piece_cell]])
-        atoms = disjoint_atoms(np.concatenate(pieces))[0]
-        volume = int(box_volumes(whole)[0])
-        if int(box_volumes(atoms).sum()) == volume:
-            return None
-        refined = disjoint_atoms(np.concatenate([whole, atoms]))[0]
-        holes = refined[np.setdiff1d(np.arange(len(refined)), join(refined, atoms)[0])]
-        return np.asarray(holes[0] if len(holes) else whole[0])
+        return find_hole(whole, np.concatenate(pieces))
 
     def _intern_table(self, what: str, cells: Cells) -> int:
         number = self._table_of.get(cells.identity)

@@ -6,7 +6,7 @@ disjoint boxes, and the overlaps of the two. Nodes are numbers in the order of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -170,9 +170,16 @@ def _atoms_of(members: tuple[Ints, Ints], pieces: Ints) -> tuple[Ints, Ints]:
 class _Sides:
     """Makes the sides of one PTC, each once."""
 
-    def __init__(self, ptc: PTC, node_numbers: Mapping[str, int], arrays: dict[bytes, int]) -> None:
-        """``arrays`` numbers distinct local arrays, for both PTCs."""
+    def __init__(
+        self,
+        ptc: PTC,
+        node_numbers: Mapping[str, int],
+        arrays: dict[bytes, int],
+        lost: Collection[str] = (),
+    ) -> None:
+        """``arrays`` numbers distinct local arrays, for both PTCs; ``lost`` nodes hold nothing."""
         self.ptc, self._arrays = ptc, arrays
+        self._is_lost = np.array([ptc.node_of(rank) in lost for rank in ptc.ranks()])
         self._node_of = np.empty(ptc.world_size, np.int64)
         for node, ranks in ptc.nodes.items():
             self._node_of[list(ranks)] = node_numbers[node]
@@ -188,7 +195,8 @@ class _Sides:
         columns = []
         for number, (table_number, mask_number) in enumerate(key):
             table = self.ptc.tables[table_number]
-            there = np.flatnonzero(self.ptc.masks[mask_number] & (table.of_rank >= 0))
+            held = self.ptc.masks[mask_number] & (table.of_rank >= 0) & ~self._is_lost
+            there = np.flatnonzero(held)
             unique, ranks = np.unique(_keyed(self._node_of[there], table.of_rank[there]), return_counts=True)
             node, cell = unique // _WIDE, unique % _WIDE
             columns.append((node, np.full(len(node), number), cell, ranks, self._numbers(table_number)[cell]))
@@ -208,7 +216,7 @@ class _Sides:
         pieces, members = (np.concatenate(places), np.concatenate(indices)), (of, atom)
         owner, piece = _pieces_of(self.ptc, key, pieces, place, cell)
         again, atom = _atoms_of(members, piece)
-        held = np.unique(_keyed(node[owner[again]], atom))
+        by_node = np.unique(_keyed(node[owner[again]], atom))
         return Side(
             self.ptc,
             key,
@@ -219,7 +227,7 @@ class _Sides:
             (node, place, cell),
             ranks,
             arrays,
-            (held // _WIDE, held % _WIDE),
+            (by_node // _WIDE, by_node % _WIDE),
         )
 
     def _numbers(self, table: int) -> Ints:
@@ -282,13 +290,23 @@ class Match:
         return int(self.sizes.sum())
 
 
-def match_all(pairs: Iterable[Pair], old: PTC, new: PTC, node_numbers: Mapping[str, int]) -> Iterator[Match]:
-    """Yields the match of each kind of tensors: those that have one `Pair.key`."""
+def match_all(
+    pairs: Iterable[Pair],
+    old: PTC,
+    new: PTC,
+    node_numbers: Mapping[str, int],
+    *,
+    lost: Collection[str] = (),
+) -> Iterator[Match]:
+    """Yields the match of each kind of tensors: those that have one `Pair.key`.
+
+    What is held on ``lost`` nodes is held no more; what only they held has no overlap.
+    """
     kinds: dict[tuple[Key, Key], list[Pair]] = {}
     for pair in pairs:
         kinds.setdefault(pair.key, []).append(pair)
     arrays: dict[bytes, int] = {}
-    held, wanted = _Sides(old, node_numbers, arrays), _Sides(new, node_numbers, arrays)
+    held, wanted = _Sides(old, node_numbers, arrays, lost), _Sides(new, node_numbers, arrays)
     for (old_key, new_key), alike in kinds.items():
         yield _meet(alike, held.side(old_key), wanted.side(new_key))
 

@@ -11,7 +11,7 @@ bytes below 2**53, exact in floating point, so that every machine places alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -33,7 +33,7 @@ _MOST_STEPS = 1 << 19
 _MOST_EXCHANGED = 96
 
 
-def place(old: PTC, layout: Layout, *, drop: Sequence[str] = ()) -> Layout:
+def place(old: PTC, layout: Layout, *, drop: Sequence[str] = (), lost: Collection[str] = ()) -> Layout:
     """Returns ``layout`` with every rank on a node.
 
     Args:
@@ -41,6 +41,7 @@ def place(old: PTC, layout: Layout, *, drop: Sequence[str] = ()) -> Layout:
         layout: Where it gives ranks it stays; where it gives ``devices`` the ranks are placed, those that
             differ only in the axes of ``keep_together`` on one node.
         drop: As for the planner.
+        lost: As for the planner.
 
     Raises:
         InvalidError: The tensors do not fit, or the nodes have no room for the ranks to keep together.
@@ -57,7 +58,7 @@ def place(old: PTC, layout: Layout, *, drop: Sequence[str] = ()) -> Layout:
             f"nodes: {len(blocks)} groups of {len(blocks[0])} ranks to keep together "
             f"({', '.join(layout.keep_together)}), the nodes have room for {room.sum()}"
         )
-    wishes = _wishes(old, layout, blocks, drop)
+    wishes = _wishes(old, layout, blocks, drop, lost)
     in_order = np.repeat(np.arange(len(room)), room)[: len(blocks)]
     tried = [in_order]
     if len(blocks) <= _MOST_EXACT and len(room) <= 2 * _MOST_EXACT:
@@ -86,7 +87,9 @@ def _blocks(layout: Layout) -> list[Ints]:
     return np.split(order, np.flatnonzero(np.diff(group[order])) + 1)
 
 
-def _wishes(old: PTC, layout: Layout, blocks: Sequence[Ints], drop: Sequence[str]) -> _Wishes:
+def _wishes(
+    old: PTC, layout: Layout, blocks: Sequence[Ints], drop: Sequence[str], lost: Collection[str]
+) -> _Wishes:
     """Finds the classes of overlaps, with every block as if it were a node of its own."""
     names = [node for node, _ in layout.devices]
     alone = tuple((NodeName(f"block-{k}"), tuple(block.tolist())) for k, block in enumerate(blocks))
@@ -97,7 +100,7 @@ def _wishes(old: PTC, layout: Layout, blocks: Sequence[Ints], drop: Sequence[str
     classes: dict[bytes, int] = {}
     weight: list[int] = []
     wants: list[Flags] = []
-    for match in match_all(pairs, old, new, numbers):
+    for match in match_all(pairs, old, new, numbers, lost=lost):
         first = len(names)
         wanted = match.wanted.table(first, first + len(blocks))[:, match.overlap_wanted]
         held = match.held.table(0, len(names))[:, match.overlap_held]

@@ -11,7 +11,7 @@ Source: Tenplex (SOSP 2024), section 4.2, algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,31 +21,59 @@ import numpy.typing as npt
 from tenplexfs.core.balance import balanced_quotas, deal
 from tenplexfs.core.matching import Flags, Match, match_all, match_tensors
 from tenplexfs.core.ptc import PTC
-from tenplexfs.core.region import Ints
+from tenplexfs.core.region import Ints, find_hole, region_text
+from tenplexfs.errors import UnavailableError
 
 __all__ = ["Nodes", "Plan", "plan"]
 
 Nodes = npt.NDArray[np.int32]
 """Numbers of nodes."""
 
+_NAMED_COUNT = 5
 
-def plan(old: PTC, new: PTC, *, drop: Sequence[str] = ()) -> Plan:
+
+def plan(old: PTC, new: PTC, *, drop: Sequence[str] = (), lost: Collection[str] = ()) -> Plan:
     """Returns the plan that turns ``old`` into ``new``.
 
     Args:
         old: What is held now.
         new: What is wanted.
         drop: Patterns of tensors that the new layout may lack.
+        lost: Nodes that hold nothing of ``old`` any more, so that they are no sources; ``new`` may have them.
 
     Raises:
         InvalidError: The tensors do not fit; all such are named.
+        UnavailableError: Only lost nodes held what is wanted; names every tensor, with a region of it.
 
     Cost: linear in the overlaps of distinct pieces, times the nodes that need them.
     """
     pairs = match_tensors(old, new, drop)
     nodes = tuple(sorted({*old.nodes, *new.nodes}))
     numbers = {node: number for number, node in enumerate(nodes)}
-    return Plan(old, new, nodes, tuple(match_all(pairs, old, new, numbers)))
+    matches = tuple(match_all(pairs, old, new, numbers, lost=lost))
+    if lost:
+        _check_held(matches, lost)
+    return Plan(old, new, nodes, matches)
+
+
+def _check_held(matches: Sequence[Match], lost: Collection[str]) -> None:
+    gone: dict[str, str] = {}
+    for match in matches:
+        found = np.zeros(len(match.wanted.atoms), np.int64)
+        np.add.at(found, match.overlap_wanted, match.volumes)
+        wanted = np.unique(match.wanted.node_atoms[1])
+        for atom in wanted[found[wanted] < match.wanted.volumes[wanted]][:1].tolist():
+            hole = find_hole(match.wanted.atoms[atom], match.boxes[match.overlap_wanted == atom])
+            if hole is not None:
+                gone |= {pair.tensor.path: region_text(hole) for pair in match.pairs}
+    if gone:
+        first = ", ".join(f"{path} {region}" for path, region in sorted(gone.items())[:_NAMED_COUNT])
+        more = f" and {len(gone) - _NAMED_COUNT} tensors more" if len(gone) > _NAMED_COUNT else ""
+        raise UnavailableError(
+            f"no node that is left holds {first}{more}; lost: {', '.join(sorted(lost))}",
+            tensors=dict(sorted(gone.items())),
+            lost=sorted(lost),
+        )
 
 
 class Plan:

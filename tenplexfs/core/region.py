@@ -23,10 +23,12 @@ __all__ = [
     "box_volumes",
     "disjoint_atoms",
     "expand_spans",
+    "find_hole",
     "find_overlap",
     "flat_boxes",
     "join",
     "ravel_strides",
+    "region_text",
     "runs_to_boxes",
     "split_runs",
     "union_volume",
@@ -181,6 +183,28 @@ def disjoint_atoms(boxes: Boxes) -> tuple[Boxes, Ints, Ints]:
     members = slab[of_unique][place]
     by = np.lexsort((members, box))
     return atoms, solid[box[by]], members[by]
+
+
+def find_hole(whole: Boxes, boxes: Boxes) -> Boxes | None:
+    """Returns a box (2, ndim) inside ``whole`` (2, ndim) that none of ``boxes`` touches, or None.
+
+    The boxes lie in ``whole``.
+    """
+    atoms = disjoint_atoms(boxes)[0]
+    if int(box_volumes(atoms).sum()) == int(box_volumes(whole[None])[0]):
+        return None
+    refined = disjoint_atoms(np.concatenate([whole[None], atoms]))[0]
+    holes = refined[np.setdiff1d(np.arange(len(refined)), join(refined, atoms)[0])]
+    return np.asarray(holes[0] if len(holes) else whole)
+
+
+def region_text(box: Boxes) -> str:
+    """Returns a box (2, ndim) as people write it.
+
+    >>> region_text(np.array([[0, 4], [2, 8]]))
+    '[0:2, 4:8]'
+    """
+    return f"[{', '.join(f'{a}:{b}' for a, b in zip(*box.tolist(), strict=True))}]"
 
 
 def union_volume(boxes: Boxes) -> int:
