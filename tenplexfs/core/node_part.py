@@ -7,91 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from tenplexfs.core.joining import join_neighbours
-from tenplexfs.core.matching import Flags, Match, Side
+from tenplexfs.core.matching import Flags, Match, Pair, Side
+from tenplexfs.core.moves import Copies, Key, Moves, NodePart, Target, Via, Way
 from tenplexfs.core.planner import Nodes, Plan
-from tenplexfs.core.ptc import Shard
 from tenplexfs.core.region import Boxes, Ints, expand_spans, ravel_strides, split_runs
+from tenplexfs.core.relays import Relays, cut_parts, part_sources
 from tenplexfs.errors import NotFoundError
 
-__all__ = ["Copies", "Key", "Moves", "NodePart", "Target", "Way", "node_part"]
-
-Key = tuple[int, str]
-"""A rank, and a path as shown there: what an array is kept under."""
-
-Way = Literal["kept", "local", "wire", "shared"]
-
-
-@dataclass(frozen=True, eq=False)
-class Moves:
-    """Boxes that a target array takes of one source array.
-
-    Where a source and its target box differ in dims (flat against boxed), elements go in C order.
-
-    Attributes:
-        source: Key in the old PTC.
-        node: Where the source is.
-        way: ``kept``: they stay where they are; ``local``: copied on the node; ``wire``: sent to the node for
-            this array; ``shared``: sent to it for another one, and taken from there by `Target.copies`.
-        source_boxes: (n, 2, source local ndim).
-        target_boxes: (n, 2, target local ndim).
-    """
-
-    source: Key
-    node: str
-    way: Way
-    source_boxes: Boxes
-    target_boxes: Boxes
-
-
-@dataclass(frozen=True, eq=False)
-class Copies:
-    """Boxes that a target array takes of another new array of its node, once they are there.
-
-    Attributes:
-        target: Index into `NodePart.targets`.
-        source_boxes: (n, 2, local ndim of that target).
-        target_boxes: (n, 2, local ndim).
-    """
-
-    target: int
-    source_boxes: Boxes
-    target_boxes: Boxes
-
-
-@dataclass(frozen=True, eq=False)
-class Target:
-    """One distinct local array that a node must have; equal arrays of several ranks or names are one.
-
-    Attributes:
-        path: Canonical path in the new PTC.
-        keys: Under which it is held, sorted.
-        shard: Local shape, pieces and padding.
-        dtype: Element type.
-        kept_from: Key of the array on this node that is the very same, or None.
-        moves: Every element once, padding not at all.
-        copies: How the ``shared`` ones arrive.
-    """
-
-    path: str
-    keys: tuple[Key, ...]
-    shard: Shard
-    dtype: str
-    kept_from: Key | None
-    moves: tuple[Moves, ...]
-    copies: tuple[Copies, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class NodePart:
-    """All arrays of one node in the new PTC."""
-
-    node: str
-    targets: tuple[Target, ...]
+__all__ = ["Copies", "Key", "Moves", "NodePart", "Target", "Via", "Way", "node_part"]
 
 
 def node_part(plan: Plan, node: str) -> NodePart:
@@ -104,10 +31,10 @@ def node_part(plan: Plan, node: str) -> NodePart:
         raise NotFoundError(f"no node {node!r} in either layout")
     number = plan.nodes.index(node)
     targets: list[Target] = []
-    for match, sources in zip(plan.matches, plan.sources, strict=True):
+    for match, sources, relays in zip(plan.matches, plan.sources, plan.relays, strict=True):
         first, last = np.searchsorted(match.wanted.node_cells[0], [number, number + 1])
         if first < last:
-            targets += _MatchPart(plan, match, sources, number).targets(len(targets))
+            targets += _MatchPart(plan, match, sources, relays, number).targets(len(targets))
     return NodePart(node, tuple(targets))
 
 
@@ -126,6 +53,17 @@ class _Kind:
 
 
 @dataclass(frozen=True, eq=False)
+class _Giver:
+    """`Via` without the name of its tensor."""
+
+    node: int
+    rank: int
+    place: int
+    source_boxes: Boxes
+    target_boxes: Boxes
+
+
+@dataclass(frozen=True, eq=False)
 class _Geometry:
     """Moves without the name of their tensor."""
 
@@ -135,13 +73,16 @@ class _Geometry:
     way: Way
     source_boxes: Boxes
     target_boxes: Boxes
+    giver: _Giver | None = None
 
 
 class _MatchPart:
     """What one node does for the tensors of one match."""
 
-    def __init__(self, plan: Plan, match: Match, sources: Nodes, number: int) -> None:
+    def __init__(self, plan: Plan, match: Match, sources: Nodes, relays: Relays, number: int) -> None:
         self.plan, self.match, self.sources, self.number = plan, match, sources, number
+        self._relays = relays
+        self._others: dict[int, _MatchPart] = {}
         self._moved_index = np.cumsum(match.moved) - 1
         self._holders: dict[int, tuple[Ints, Ints, Ints, Ints]] = {}
         self._geometry: dict[tuple[int, bytes], tuple[_Geometry, ...]] = {}
@@ -169,6 +110,7 @@ class _MatchPart:
                         g.way,
                         g.source_boxes,
                         g.target_boxes,
+                        None if g.giver is None else self._via(g.giver, pair),
                     )
                     for g in self._moves(index, column)
                 )
@@ -181,6 +123,10 @@ class _MatchPart:
                     moves,
                     tuple(Copies(base + other, source, target) for other, source, target in copies[index]),
                 )
+
+    def _via(self, giver: _Giver, pair: Pair) -> Via:
+        key = (giver.rank, pair.new[giver.place].path)
+        return Via(self.plan.nodes[giver.node], key, giver.source_boxes, giver.target_boxes)
 
     def _make_kinds(self) -> Iterator[_Kind]:
         match, wanted, held = self.match, self.match.wanted, self.match.held
@@ -264,17 +210,60 @@ class _MatchPart:
             found = self._pick(one, match.overlap_held[kind.overlap[rows]], prefer)
             rank[rows], place[rows], piece[rows] = found
         way = np.where(~moved, 0, np.where(claimed, 1, 2))
-        order = np.lexsort((kind.overlap, way, place, rank))
-        group = np.stack([rank, place, way], axis=1)[order]
+        row, boxes, via = self._parts(kind, way == 1)
+        order = np.lexsort((kind.overlap[row], via[:, 1], via[:, 0], way[row], place[row], rank[row]))
+        group = np.column_stack([rank[row], place[row], way[row], via])[order]
         edges = np.flatnonzero(np.any(group[1:] != group[:-1], axis=1)) + 1
-        for rows in np.split(order, edges):
-            if not len(rows):
+        for some in np.split(order, edges):
+            if not len(some):
                 continue
+            rows = row[some]
             source, target = _local_boxes(
-                match.held, piece[rows], match.wanted, kind.piece[rows], match.boxes[kind.overlap[rows]]
+                match.held, piece[rows], match.wanted, kind.piece[rows], boxes[some]
             )
-            k = rows[0]
-            yield _Geometry(int(rank[k]), int(place[k]), int(node[k]), _WAYS[way[k]], source, target)
+            k, giver = rows[0], None
+            if (other := int(via[some[0], 0])) >= 0:
+                giver = self._giver(other, int(via[some[0], 1]), kind, rows, boxes[some])
+            yield _Geometry(int(rank[k]), int(place[k]), int(node[k]), _WAYS[way[k]], source, target, giver)
+
+    def _parts(self, kind: _Kind, wire: Flags) -> tuple[Ints, Boxes, Ints]:
+        """Cuts what is passed on into parts.
+
+        Returns:
+            For each part its row of ``kind``, its box, and (node, array there) that it comes through, or -1.
+        """
+        match, relays = self.match, self._relays
+        row, boxes, via = [np.arange(0)], [match.boxes[:0]], [np.empty((0, 2), np.int64)]
+        moved = self._moved_index[kind.row]
+        count = np.where(wire, relays.count[moved] if len(relays.count) else 0, 0)
+        whole = np.flatnonzero(count == 0)
+        row.append(whole)
+        boxes.append(match.boxes[kind.overlap[whole]])
+        via.append(np.full((len(whole), 2), -1))
+        for k in np.flatnonzero(count).tolist():
+            nodes = relays.nodes_of(match, int(moved[k]))
+            source = part_sources(len(nodes))[int(np.searchsorted(nodes, self.number))]
+            overlap, ways = int(kind.overlap[k]), len(source)
+            givers = [-1 if s < 0 else int(nodes[s]) for s in source.tolist()]
+            arrays = [-1 if g < 0 else self._other(g)._claims[overlap] for g in givers]
+            row.append(np.full(ways, k))
+            boxes.append(cut_parts(match.boxes[[overlap]], relays.dim[moved[[k]]], ways)[0])
+            via.append(np.array([givers, arrays], np.int64).T)
+        return np.concatenate(row), np.concatenate(boxes), np.concatenate(via)
+
+    def _other(self, number: int) -> _MatchPart:
+        """Returns what another node does for the same tensors."""
+        if number not in self._others:
+            self._others[number] = _MatchPart(self.plan, self.match, self.sources, self._relays, number)
+        return self._others[number]
+
+    def _giver(self, node: int, array: int, kind: _Kind, rows: Ints, boxes: Boxes) -> _Giver:
+        wanted, giver = self.match.wanted, self._other(node).kinds[array]
+        by = np.argsort(giver.overlap, kind="stable")
+        theirs = giver.piece[by][np.searchsorted(giver.overlap[by], kind.overlap[rows])]
+        rank, place = min(self._other(node)._ranks(giver))
+        source, target = _local_boxes(wanted, theirs, wanted, kind.piece[rows], boxes)
+        return _Giver(node, rank, place, source, target)
 
     def _pick(self, node: int, atoms: Ints, prefer: Ints) -> tuple[Ints, Ints, Ints]:
         """Chooses (rank, placement, piece) on ``node`` for each old atom, the ranks of ``prefer`` first."""

@@ -4,7 +4,8 @@ A node that needs a region takes it, in this order, from a file that stays as it
 own, or from a node that holds it; each region crosses to a node once. Tensors that are cut and held alike are
 planned together (`core.matching`), so the work grows with the number of distinct ways, not with the number of
 ranks times tensors. Sources among replicas are balanced (`core.balance`). The same PTCs give the same plan on
-any machine: every part computes it by itself.
+any machine: every part computes it by itself. Where holders would send more than any node must receive, what
+several nodes need is passed on between them (`core.relays`).
 
 Source: Tenplex (SOSP 2024), section 4.2, algorithm 1.
 """
@@ -22,6 +23,7 @@ from tenplexfs.core.balance import balanced_quotas, deal
 from tenplexfs.core.matching import Flags, Match, match_all, match_tensors
 from tenplexfs.core.ptc import PTC
 from tenplexfs.core.region import Ints, find_hole, region_text
+from tenplexfs.core.relays import PART_BYTES, Relays, hot_relays, no_relays
 from tenplexfs.errors import UnavailableError
 
 __all__ = ["Nodes", "Plan", "plan"]
@@ -29,10 +31,18 @@ __all__ = ["Nodes", "Plan", "plan"]
 Nodes = npt.NDArray[np.int32]
 """Numbers of nodes."""
 
+_SLACK = 1.02
 _NAMED_COUNT = 5
 
 
-def plan(old: PTC, new: PTC, *, drop: Sequence[str] = (), lost: Collection[str] = ()) -> Plan:
+def plan(
+    old: PTC,
+    new: PTC,
+    *,
+    drop: Sequence[str] = (),
+    lost: Collection[str] = (),
+    part_bytes: int = PART_BYTES,
+) -> Plan:
     """Returns the plan that turns ``old`` into ``new``.
 
     Args:
@@ -40,6 +50,7 @@ def plan(old: PTC, new: PTC, *, drop: Sequence[str] = (), lost: Collection[str] 
         new: What is wanted.
         drop: Patterns of tensors that the new layout may lack.
         lost: Nodes that hold nothing of ``old`` any more, so that they are no sources; ``new`` may have them.
+        part_bytes: What several nodes need is passed on between them in parts no smaller than this.
 
     Raises:
         InvalidError: The tensors do not fit; all such are named.
@@ -53,7 +64,7 @@ def plan(old: PTC, new: PTC, *, drop: Sequence[str] = (), lost: Collection[str] 
     matches = tuple(match_all(pairs, old, new, numbers, lost=lost))
     if lost:
         _check_held(matches, lost)
-    return Plan(old, new, nodes, matches)
+    return Plan(old, new, nodes, matches, part_bytes)
 
 
 def _check_held(matches: Sequence[Match], lost: Collection[str]) -> None:
@@ -84,23 +95,34 @@ class Plan:
         new: The PTC after.
         nodes: Names of all nodes of both, sorted; numbers elsewhere index it.
         matches: One for each kind of tensors.
-        sources: For each match, int32 (moved rows, tensors): the node that sends each.
+        sources: For each match, int32 (moved rows, tensors): the holder that sends each.
+        relays: For each match, what nodes pass on of it instead.
+        matrix: Bytes that each node (row) sends to each other (column).
     """
 
-    def __init__(self, old: PTC, new: PTC, nodes: tuple[str, ...], matches: tuple[Match, ...]) -> None:
+    def __init__(
+        self, old: PTC, new: PTC, nodes: tuple[str, ...], matches: tuple[Match, ...], part_bytes: int
+    ) -> None:
         self.old, self.new, self.nodes, self.matches = old, new, nodes, matches
-        self.sources = _choose_sources(matches, len(nodes))
-
-    @cached_property
-    def matrix(self) -> Ints:
-        """Bytes that each node (row) sends to each other (column)."""
-        count = len(self.nodes)
-        out = np.zeros(count * count, np.int64)
-        for match, source in zip(self.matches, self.sources, strict=True):
-            target = match.row_node[match.moved][:, None]
-            nbytes = match.row_volumes[match.moved][:, None] * match.sizes
-            np.add.at(out, (source * np.int64(count) + target).ravel(), nbytes.ravel())
-        return out.reshape(count, count)
+        count = len(nodes)
+        self.relays = tuple(map(no_relays, matches))
+        self.sources = _choose_sources(matches, self.relays, np.zeros((count, count), np.int64))
+        self.matrix = _count_bytes(matches, self.relays, self.sources, count)
+        sends, receives = self.matrix.sum(axis=1), self.matrix.sum(axis=0)
+        hot = np.flatnonzero(sends > _SLACK * receives.max(initial=0))
+        if not len(hot):
+            return
+        relays = tuple(
+            hot_relays(match, source, hot, part_bytes)
+            for match, source in zip(matches, self.sources, strict=True)
+        )
+        passed = np.zeros((count, count), np.int64)
+        for match, relay in zip(matches, relays, strict=True):
+            relay.add_to(passed, match)
+        sources = _choose_sources(matches, relays, passed)
+        matrix = passed + _count_bytes(matches, relays, sources, count)
+        if matrix.sum(axis=1).max() < sends.max():
+            self.relays, self.sources, self.matrix = relays, sources, matrix
 
     def _bytes(self, match: Match, rows: Flags) -> int:
         return int(match.row_volumes[rows].sum()) * match.element_bytes
@@ -159,19 +181,31 @@ class Plan:
         }
 
 
-def _choose_sources(matches: Sequence[Match], node_count: int) -> tuple[Nodes, ...]:
-    """Chooses for each moved row and tensor the node that sends it."""
+def _count_bytes(
+    matches: Sequence[Match], relays: Sequence[Relays], sources: Sequence[Nodes], count: int
+) -> Ints:
+    """Returns what holders send, by holder and target."""
+    out = np.zeros(count * count, np.int64)
+    for match, relay, source in zip(matches, relays, sources, strict=True):
+        target = match.row_node[match.moved][:, None]
+        nbytes = relay.held_volumes[:, None] * match.sizes
+        np.add.at(out, (source * np.int64(count) + target).ravel(), nbytes.ravel())
+    return out.reshape(count, count)
+
+
+def _choose_sources(matches: Sequence[Match], relays: Sequence[Relays], passed: Ints) -> tuple[Nodes, ...]:
+    """Chooses for each moved row and tensor the holder that sends it; ``passed`` is sent in any case."""
     number: dict[bytes, int] = {}
     candidates: list[Ints] = []
     demands: list[int] = []
     of_rows: list[Ints] = []
-    load = np.zeros(node_count, np.int64)
-    for m in matches:
+    load = passed.sum(axis=1)
+    for m, relay in zip(matches, relays, strict=True):
         atoms, of_row = np.unique(m.overlap_held[m.row_overlap[m.moved]], return_inverse=True)
         owner, node = m.held.holders_of(atoms)
         bounds = np.searchsorted(owner, np.arange(len(atoms) + 1))
         nbytes = np.zeros(len(atoms), np.int64)
-        np.add.at(nbytes, of_row, m.row_volumes[m.moved] * m.element_bytes)
+        np.add.at(nbytes, of_row, relay.held_volumes * m.element_bytes)
         # What one node alone holds needs no choice: the node stands for it as -1 - node.
         ids = -1 - node[bounds[:-1]]
         alone = np.diff(bounds) == 1
@@ -187,8 +221,8 @@ def _choose_sources(matches: Sequence[Match], node_count: int) -> tuple[Nodes, .
     quotas = balanced_quotas(candidates, demands, load)
     dealt = [0] * len(candidates)
     out = []
-    for m, of_row in zip(matches, of_rows, strict=True):
-        sizes = m.row_volumes[m.moved][:, None] * m.sizes
+    for m, relay, of_row in zip(matches, relays, of_rows, strict=True):
+        sizes = relay.held_volumes[:, None] * m.sizes
         chosen = np.repeat((-1 - of_row).astype(np.int32)[:, None], len(m.sizes), axis=1)
         for k in np.unique(of_row[of_row >= 0]).tolist():
             mine = of_row == k

@@ -17,7 +17,7 @@ def list_transfers(plan: Plan) -> Iterator[dict[str, Any]]:
     What stays in place is listed too, padding and empty shards are not. The list alone suffices to carry the
     plan out: where source and target box differ in shape, elements go in C order. A tied tensor is listed
     under each name that a rank shows. Of those of a node that list the same bytes from afar, ``wire`` is true
-    for the one for which they cross.
+    for the one for which they cross; ``via`` names the node that passes them on to it, where one does.
 
     Cost: one dict for each box of each rank.
     """
@@ -42,4 +42,5 @@ def _of_rank(target: Target, rank: int, path: str, *, crosses: bool) -> Iterator
                 "target_start": to[0],
                 "target_stop": to[1],
                 "wire": crosses and moves.way == "wire",
+                **({"via": moves.via.node} if crosses and moves.via is not None else {}),
             }

@@ -56,6 +56,52 @@ def carry_out(made, old):
     return new_arrays, wire_bytes
 
 
+def pass_on(made, new):
+    """Follows every element that crosses to where it really comes from; returns who sends how many bytes.
+
+    Checks that what comes through another node is what that node has in its new arrays, that it has it sent
+    itself, and that no two nodes wait for each other.
+    """
+    matrix = np.zeros((len(made.nodes),) * 2, np.int64)
+    came_from = {}  # (node, tensor, element) -> the node that sent it, None where it had the old bytes
+    for column, node in enumerate(made.nodes):
+        for target in node_part(made, node).targets:
+            item = made.new.tensors[target.path].itemsize
+            array = new[target.keys[0][0]][target.keys[0][1]]
+            for moves in target.moves:
+                if moves.way != "wire":
+                    assert moves.via is None
+                    continue
+                elements = np.concatenate([array[box_of(b)].ravel() for b in moves.target_boxes])
+                sender = made.nodes.index(moves.via.node if moves.via else moves.node)
+                matrix[sender, column] += len(elements) * item
+                for element in elements.tolist():
+                    key = (column, target.path, element)
+                    assert key not in came_from, "sent twice"
+                    came_from[key] = sender if moves.via else None
+                if (via := moves.via) is None:
+                    continue
+                rank, path = via.source
+                assert made.new.node_of(rank) == via.node != node
+                again = array.copy()
+                for target_box in via.target_boxes:
+                    again[box_of(target_box)] = -2
+                assert (again == -2).sum() == len(elements)
+                put(again, via.target_boxes, new[rank][path], via.source_boxes)
+                assert np.array_equal(again, array)
+    for (_, path, element), sender in came_from.items():
+        seen = set()
+        while sender is not None:
+            assert sender not in seen, "a circle"
+            seen.add(sender)
+            sender = came_from[sender, path, element]
+    return matrix
+
+
+def box_of(box):
+    return tuple(slice(int(a), int(b)) for a, b in zip(*box, strict=True))
+
+
 def lower_bound(made, old, new):
     """Computes what each node needs and does not have, as sets of elements."""
     total = {}
