@@ -1,4 +1,4 @@
-"""``tenplexfs env``, ``wait`` and ``run``: what a launcher of training processes needs, in the base install."""
+"""``tenplexfs env``, ``wait`` and ``run``: what a launcher needs, in the base install."""
 
 from __future__ import annotations
 

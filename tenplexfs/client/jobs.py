@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from tenplexfs.client.connection import PATIENCE_S, Connection, Place, parse_place, patiently, socket_of
-from tenplexfs.client.session import loaded_from, process_name
+from tenplexfs.client.session import kept, loaded_from, process_name
 from tenplexfs.errors import InvalidError, TimedOutError
 
 __all__ = ["env", "should_stop", "wait"]
@@ -55,7 +55,10 @@ def should_stop(
     }
 
     def ask() -> bool | None:
-        with Connection(socket_of(place.mount)) as connection:
+        # Kept open: its end tells the daemon that this process is gone.
+        with kept(
+            f"{place.mount}/{place.job}/{own}", lambda: Connection(socket_of(place.mount))
+        ) as connection:
             answer = connection.ask("should_stop", **fields)["stop"]
         return None if answer is None else bool(answer)
 

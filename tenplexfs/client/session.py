@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["loaded_from", "process_name", "remember", "run_name"]
+from tenplexfs.client.connection import Connection
+
+__all__ = ["kept", "loaded_from", "process_name", "remember", "run_name"]
 
 # The one state of the client. A forked child inherits what its parent loaded, and has a name of its own.
 _loaded: dict[tuple[str, str], str] = {}
 _names: dict[int, str] = {}
+_kept: dict[str, Connection] = {}
+
+
+def _let_go() -> None:
+    while _kept:
+        _kept.popitem()[1].close()
+
+
+os.register_at_fork(after_in_child=_let_go)
+atexit.register(_let_go)
+
+
+@contextmanager
+def kept(name: str, make: Callable[[], Connection]) -> Iterator[Connection]:
+    """Gives the connection of this process under ``name``, made where there is none; errors close it."""
+    connection = _kept.pop(name, None) or make()
+    try:
+        yield connection
+    except BaseException:
+        connection.close()
+        raise
+    if _kept.setdefault(name, connection) is not connection:  # of another thread
+        connection.close()
 
 
 def remember(mount: Path, job: str, snapshot: str) -> None:

@@ -26,6 +26,8 @@ _TRY_S = 1.0  # how long to wait for ranks that are not known, before answers go
 _PAUSE_S = 0.5
 _POLL_S = 0.05
 _RETRY_S = 0.5
+_LOOK_S = 0.5
+_COMMIT_S = 5.0  # how long a save that is sealed may take after its processes have ended
 
 
 class Stops:
@@ -75,11 +77,18 @@ class Stops:
             if rank in known:
                 known[rank].close()
             known[rank] = _Process(process, pid)
+        known[rank].left = False
         desk = self._desk(where)
         if desk.is_held and trio.current_time() - self._held_since_s[where] > _HOLD_S:
             log.warning("job %s: whoever wanted it to stop is gone; it goes on", job)
             desk.clear()
         return desk.ask(rank, process, step, for_all=for_all)
+
+    def leave(self, job: JobName, generation: int, rank: int, process: str) -> None:
+        """Takes note that the connection ended over which a rank asked."""
+        found = self._processes.get((job, generation), {}).get(rank)
+        if found is not None and found.name == process:
+            found.left = True
 
     def stop_at(self, job: JobName, generation: int) -> int | None:
         """Returns the step at which the job is to stop."""
@@ -87,14 +96,19 @@ class Stops:
         return None if desk is None else desk.stop_at
 
     def act(self, job: JobName, generation: int, token: str, action: str, step: int) -> Told:
-        """Does what a coordinator asks: "hold", "publish", "release" or "clear"; returns what was told."""
+        """Does "hold", "publish", "release", "clear" or "look", as a coordinator asks; returns what was told.
+
+        To a "look" it tells of the processes that asked: their ranks, and whether all have ended.
+        """
         where = job, generation
         desk = self._desk(where)
         told = Told({})
+        processes = self._processes.get(where, {})
+        if action == "look":
+            return Told(dict.fromkeys(processes, step), ended=all(p.has_ended() for p in processes.values()))
         if action == "hold":
             told = desk.hold(token)
-            ended = any(each.has_ended() for each in self._processes.get(where, {}).values())
-            told = Told(told.steps, told.for_all, ended)
+            told = Told(told.steps, told.for_all, any(each.has_ended() for each in processes.values()))
             self._held_since_s[where] = trio.current_time()
         elif action == "publish":
             desk.publish(token, step)
@@ -111,18 +125,27 @@ class Stops:
 
 
 class _Process:
-    """A process that asks, and whether it still lives; a number that is used again does not deceive it."""
+    """A process that asks, and whether it still lives; a number that is used again does not deceive it.
+
+    Attributes:
+        left: Its connection ended. It says something of a process that cannot be seen from here.
+    """
 
     def __init__(self, name: str, pid: int) -> None:
         self.name = name
+        self.left = False
         try:
             self._fd = os.pidfd_open(pid) if pid else -1
         except OSError:
             self._fd = -1
 
     def has_ended(self) -> bool:
-        """Returns whether it has; False where nobody can tell."""
-        return self._fd >= 0 and bool(select.select([self._fd], [], [], 0)[0])
+        """Returns whether it has, as far as anybody can tell."""
+        if self._fd < 0:
+            return self.left
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         """Forgets it."""
@@ -162,7 +185,7 @@ class Stopper:
     async def stop(self, job: JobName, timeout_s: float, say: Callable[[str], None]) -> int | None:
         """Returns the step of the newest save once all ranks were stopped and have saved, or after a while.
 
-        Where no rank asks `should_stop`, it returns at once.
+        Where no rank asks `should_stop`, it returns at once; soon, where all that asked have ended.
 
         Args:
             job: Name of the job.
@@ -179,6 +202,7 @@ class Stopper:
             if step is None:
                 return None
             say(f"the ranks stop at step {step}")
+            gone_since_s: float | None = None
             while True:
                 changed = self._changed()
                 now = self._base(job)
@@ -186,9 +210,30 @@ class Stopper:
                     return None
                 if now[0].snapshot.step is not None and now[0].snapshot.step >= step:
                     return now[0].snapshot.step
-                await changed.wait()
+                with trio.move_on_after(_LOOK_S):
+                    await changed.wait()
+                if not await self._are_gone(job, generation, nodes):
+                    gone_since_s = None
+                elif gone_since_s is None:
+                    gone_since_s = trio.current_time()
+                elif trio.current_time() - gone_since_s > _COMMIT_S:
+                    say(f"the ranks ended without saving step {step}")
+                    return None
         log.warning("job %s: not stopped and saved within %s s", job, timeout_s)
         return None
+
+    async def _are_gone(self, job: JobName, generation: int, nodes: tuple[NodeName, ...]) -> bool:
+        """Returns whether all processes that asked have ended, on all nodes."""
+        told: list[Told] = []
+
+        async def look(node: NodeName) -> None:
+            try:
+                told.append(await self._calls.stop_at(node, job, generation, "", "look", 0))
+            except TenplexError:
+                told.append(Told({0: 0}))  # nobody knows
+
+        await self._each(nodes, look)
+        return any(each.steps for each in told) and all(each.ended for each in told if each.steps)
 
     async def clear(self, job: JobName, generation: int, nodes: tuple[NodeName, ...]) -> None:
         """Ends a stop after which nothing changed, so that new processes run."""

@@ -66,6 +66,7 @@ class ClientSession:
         self._attempt: Attempt | None = None
         self._load: Load | None = None
         self._regions: Regions | None = None
+        self._asker: tuple[JobName, int, int, str] | None = None
         self._ops: Mapping[str, Callable[[Message], Awaitable[Answer]]] = {
             "hello": self._hello,
             "save.begin": self._save_begin,
@@ -101,6 +102,8 @@ class ClientSession:
         for each in (self._load, self._regions):
             if each is not None:
                 each.close()
+        if self._asker is not None:
+            self._parts.stops.leave(*self._asker)
         for rank in self._saves.values():
             await self._parts.saves.leave(rank)
 
@@ -268,6 +271,7 @@ class ClientSession:
         rank, process = field(message, "rank", int), field(message, "process", str)
         step, for_all = field(message, "step", int), field(message, "for_all", bool)
         stops = self._parts.stops
+        self._asker = job, generation, rank, process
         with trio.move_on_after(_WAIT_S):
             while True:
                 changed = stops.changed
