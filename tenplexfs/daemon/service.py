@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import trio
+from google.protobuf.message import Message
 
 from tenplexfs._pb import control_pb2, local_pb2
 from tenplexfs.core.snapshot import Head, NodeName, TxId, check_job_name, check_node_name
@@ -88,6 +89,7 @@ class Service:
             tuple(request.drop),
             request.expected_generation or None,
             request.request_id,
+            _arguments(request),
         )
 
         async def work(report: Report) -> Head:
@@ -99,7 +101,7 @@ class Service:
             )
 
         async for message in self._watch(
-            self._transactions.start(job, request.request_id, self._counted(work))
+            self._transactions.start(job, request.request_id, self._counted(work), change.arguments)
         ):
             yield message
 
@@ -181,7 +183,12 @@ class Service:
         if not path.is_absolute():
             raise InvalidError(f"import: path {request.path!r}: need an absolute one")
         asked = Import(
-            check_job_name(request.job), path, request.step, tuple(request.ignore), request.request_id
+            check_job_name(request.job),
+            path,
+            request.step,
+            tuple(request.ignore),
+            request.request_id,
+            _arguments(request),
         )
 
         async def work(report: Report) -> Head:
@@ -194,7 +201,9 @@ class Service:
                 report=report,
             )
 
-        transaction = self._transactions.start(asked.job, asked.request_id, self._counted(work))
+        transaction = self._transactions.start(
+            asked.job, asked.request_id, self._counted(work), asked.arguments
+        )
         async for message in self._watch(transaction):
             yield message
 
@@ -242,6 +251,16 @@ class Service:
         done = transaction.progress
         last = Progress("done", done.message, done.nodes, done.plan)
         yield progress_message(last, self._view.job(transaction.job))
+
+
+def _arguments(request: Message) -> bytes:
+    """Returns what ``request`` asks for: all but its id, and how it is to be carried out."""
+    plain = type(request)()
+    plain.CopyFrom(request)
+    for field in ("request_id", "stop_timeout_s", "expected_generation"):
+        if field in request.DESCRIPTOR.fields_by_name:
+            plain.ClearField(field)
+    return bytes(plain.SerializeToString(deterministic=True))
 
 
 def _target(request: control_pb2.PlanRequest | control_pb2.ReconfigureRequest) -> Target:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import trio
 
 from tenplexfs.core.snapshot import Head, JobName
-from tenplexfs.errors import ConflictError, TenplexError
+from tenplexfs.errors import ConflictError, InvalidError, TenplexError
 from tenplexfs.runtime.orders import Progress, Report
 
 __all__ = ["Transaction", "Transactions"]
@@ -25,9 +25,10 @@ class Transaction:
         ended: Set when either is known.
     """
 
-    def __init__(self, job: JobName, request_id: str) -> None:
+    def __init__(self, job: JobName, request_id: str, arguments: bytes = b"") -> None:
         self.job = job
         self.request_id = request_id
+        self.arguments = arguments
         self.progress = Progress("planning")
         self.head: Head | None = None
         self.failure: TenplexError | None = None
@@ -56,31 +57,49 @@ class Transaction:
 
 
 class Transactions:
-    """Those that this daemon coordinates, in a nursery of the daemon; at most one runs for each job."""
+    """Those that this daemon coordinates, in a nursery of the daemon; at most one runs for each job.
 
-    def __init__(self, nursery: trio.Nursery, changed: Callable[[], None]) -> None:
+    Args:
+        nursery: Where they run.
+        changed: Called when one begins, and when one has ended.
+        ended: Called with one that has ended.
+    """
+
+    def __init__(
+        self,
+        nursery: trio.Nursery,
+        changed: Callable[[], None],
+        ended: Callable[[Transaction], None] = lambda _: None,
+    ) -> None:
         self._nursery = nursery
         self._changed = changed
+        self._ended = ended
         self._running: dict[JobName, Transaction] = {}
 
     def running(self, job: JobName) -> Transaction | None:
         """Returns the one that runs for ``job``."""
         return self._running.get(job)
 
-    def start(self, job: JobName, request_id: str, work: Work) -> Transaction:
+    def start(self, job: JobName, request_id: str, work: Work, arguments: bytes = b"") -> Transaction:
         """Starts ``work``, or returns what runs under the same ``request_id`` already.
 
         Raises:
             ConflictError: Another one runs for the job.
+            InvalidError: What runs under the same ``request_id`` was asked for by other ``arguments``.
         """
         running = self._running.get(job)
         if running is not None:
             if request_id and running.request_id == request_id:
+                if running.arguments != arguments:
+                    raise InvalidError(
+                        f"job {job}: request {request_id!r} is {running.progress.phase} and asked for "
+                        "something else; give each request an id of its own"
+                    )
                 return running
             raise ConflictError(
                 f"job {job}: another transaction is {running.progress.phase}; try again after it"
             )
-        transaction = self._running[job] = Transaction(job, request_id)
+        transaction = self._running[job] = Transaction(job, request_id, arguments)
         self._nursery.start_soon(self._run, transaction, work)
         self._changed()
         return transaction
@@ -100,3 +119,4 @@ class Transactions:
             transaction.ended.set()
             transaction.report(transaction.progress)
             self._changed()
+            self._ended(transaction)

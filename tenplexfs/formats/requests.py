@@ -7,40 +7,75 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["add_request", "has_request", "request_key", "without_requests"]
+from tenplexfs.errors import InvalidError
+
+__all__ = ["Request", "add_request", "has_request", "without_requests"]
 
 _KEPT = 64  # newest; who repeats an older one looks at the job first
 
 
-def request_key(job: str, request_id: str) -> str:
-    """Returns 16 hex digits that stand for a request; nothing for a request without an id."""
-    return hashlib.blake2b(f"{job}\0{request_id}".encode(), digest_size=8).hexdigest() if request_id else ""
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request to change a job.
+
+    Attributes:
+        id: The same one is the same request; empty for none.
+        arguments: What it asks for, in whatever form.
+    """
+
+    job: str
+    id: str
+    arguments: bytes = b""
+
+    @property
+    def key(self) -> str:
+        """16 hex digits that stand for its id; nothing where it has none."""
+        return _digest(f"{self.job}\0{self.id}".encode()) if self.id else ""
 
 
-def has_request(settings_json: bytes, key: str) -> bool:
-    """Says whether a job with these settings went through the request."""
-    return bool(key) and key in _load(settings_json).get("requests", [])
+def has_request(settings_json: bytes, request: Request) -> bool:
+    """Says whether a job with these settings went through the request.
+
+    Raises:
+        InvalidError: It went through one of the same id that asked for something else.
+    """
+    key = request.key
+    for known, _, arguments in (entry.partition(":") for entry in _load(settings_json).get("requests", [])):
+        if key and known == key:
+            if arguments and arguments != _digest(request.arguments):
+                raise InvalidError(
+                    f"job {request.job}: request {request.id!r} was made before and asked for something "
+                    "else; give each request an id of its own"
+                )
+            return True
+    return False
 
 
-def add_request(settings_json: bytes, key: str) -> bytes:
-    """Returns the settings of what the request makes; ``key`` is empty where it has no id."""
-    if not key:
+def add_request(settings_json: bytes, request: Request) -> bytes:
+    """Returns the settings of what the request makes."""
+    if not request.id:
         return settings_json
     settings = _load(settings_json)
-    requests = [*settings.get("requests", []), key][-_KEPT:]
+    entry = f"{request.key}:{_digest(request.arguments)}"
+    requests = [*settings.get("requests", []), entry][-_KEPT:]
     return json.dumps({**settings, "requests": requests}, sort_keys=True).encode()
 
 
 def without_requests(settings_json: bytes) -> bytes:
     """Returns the settings that others see.
 
-    >>> without_requests(add_request(b'{"keep_steps": 2}', "ab"))
+    >>> without_requests(add_request(b'{"keep_steps": 2}', Request("gpt", "ab")))
     b'{"keep_steps": 2}'
     """
     settings = _load(settings_json)
     return settings_json if settings.pop("requests", None) is None else json.dumps(settings).encode()
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def _load(settings_json: bytes) -> dict[str, Any]:

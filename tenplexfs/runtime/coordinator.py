@@ -17,7 +17,8 @@ from tenplexfs.errors import (
     UnavailableError,
 )
 from tenplexfs.formats.dataset_settings import begin_datasets, plain_settings, plan_datasets
-from tenplexfs.formats.requests import add_request, has_request, request_key
+from tenplexfs.formats.pauses import paused_of, with_paused
+from tenplexfs.formats.requests import Request, add_request, has_request
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.heads import HeadMover
 from tenplexfs.runtime.orders import Description, NodeCalls, Progress, Report
@@ -40,6 +41,7 @@ class Change:
         drop: Patterns of tensors that the new layout may lack.
         expected_generation: Of the job when it was asked; None is any.
         request_id: The same one is the same transaction; empty for none.
+        arguments: What the request asks for, to tell it from another one of the same id.
     """
 
     job: JobName
@@ -47,6 +49,7 @@ class Change:
     drop: tuple[str, ...] = ()
     expected_generation: int | None = None
     request_id: str = ""
+    arguments: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,8 @@ class Coordinator:
     ) -> Head:
         """Moves a job to another layout; returns the head, at once when the job is so already.
 
+        A job that is paused goes on, in a new generation, also where the layout stays.
+
         Args:
             change: What is wanted.
             report: Gets the progress.
@@ -151,13 +156,13 @@ class Coordinator:
             NotFoundError, InvalidError, ConflictError, NoRoomError, UnavailableError: Nothing changed.
         """
         report(Progress("planning"))
-        job, request = change.job, request_key(change.job, change.request_id)
+        job, request = change.job, Request(change.job, change.request_id, change.arguments)
         if stop is not None:
             # Without the lock, for what they save on their way commits under it.
             now = _existing(job, await self._heads.current(job))
             known = await self.describe(job, now)
             found = await self._wanted(change, now, known)
-            if not has_request(known.settings_json, request) and found.digest != now.layout_digest:
+            if not has_request(known.settings_json, request) and not _is_so(found, now, known):
                 check_expected(now, change.expected_generation)
                 self._check_known(found)
                 await stop(now)
@@ -169,7 +174,7 @@ class Coordinator:
             if has_request(base.settings_json, request):
                 return head
             wanted = await self._wanted(change, head, base)
-            if wanted.digest == head.layout_digest:
+            if _is_so(wanted, head, base):
                 return head
             check_expected(head, change.expected_generation)
             self._check_known(wanted)
@@ -184,7 +189,7 @@ class Coordinator:
             values = base.values
             if values:
                 values = await self._compute(regroup_values, values, wanted.layout_json)
-            settings_json = add_request(base.settings_json, request)
+            settings_json = add_request(with_paused(base.settings_json, None), request)
             to = Switch(
                 snapshot, wanted, settings_json, source, drop=change.drop, values=values, planned=planned
             )
@@ -241,6 +246,8 @@ class Coordinator:
         request_id: str,
         load: Callable[[Description], Awaitable[State]],
         report: Report,
+        *,
+        arguments: bytes = b"",
     ) -> Head:
         """Gives a job the state that ``load`` makes for its layout; returns the head.
 
@@ -249,7 +256,7 @@ class Coordinator:
             TenplexError: As ``load`` or the nodes refuse it. Nothing changed.
         """
         report(Progress("planning"))
-        request = request_key(job, request_id)
+        request = Request(job, request_id, arguments)
 
         async def body(lock: Lock, head: Head | None) -> Head:
             head = _existing(job, head)
@@ -276,14 +283,18 @@ class Coordinator:
         request_id: str,
         change: Callable[[Description, Head], Awaitable[bytes]],
         report: Report,
+        *,
+        arguments: bytes = b"",
     ) -> Head:
         """Gives a job the settings that ``change`` makes, in a new generation with the same state.
+
+        Where they stay as they are, nothing happens.
 
         Raises:
             NotFoundError: No such job.
             TenplexError: As ``change`` or the nodes refuse it. Nothing changed.
         """
-        request = request_key(job, request_id)
+        request = Request(job, request_id, arguments)
 
         async def body(lock: Lock, head: Head | None) -> Head:
             head = _existing(job, head)
@@ -291,7 +302,10 @@ class Coordinator:
             if has_request(known.settings_json, request):
                 return head
             wanted = await self._compute(resolve, Target(layout_json=known.layout_json), None, self._node)
-            settings_json = add_request(await change(known, head), request)
+            changed = await change(known, head)
+            if changed == known.settings_json:
+                return head
+            settings_json = add_request(changed, request)
             snapshot = next_snapshot(head, self._txid(request, head), step=head.snapshot.step)
             source = None if head.snapshot.step is None else Base(head.snapshot.txid, known.layout_json)
             to = Switch(snapshot, wanted, settings_json, source, values=known.values)
@@ -323,6 +337,15 @@ class Coordinator:
 
         return await self._heads.under_lock(job, f"{self._node}:{txid}", body)
 
+    async def current(self, job: JobName) -> tuple[Head, Description]:
+        """Returns the head of a job as the registry has it, and what its nodes store of it.
+
+        Raises:
+            NotFoundError: No such job.
+        """
+        head = _existing(job, await self._heads.current(job))
+        return head, await self.describe(job, head)
+
     async def describe(self, job: JobName, head: Head) -> Description:
         """Returns the committed layout of a job, from this node or from one that holds it.
 
@@ -346,15 +369,19 @@ class Coordinator:
                 f"known: {', '.join(sorted(known))}"
             )
 
-    def _txid(self, request: str, head: Head) -> TxId:
+    def _txid(self, request: Request, head: Head) -> TxId:
         """Returns the name of what ``request`` makes of ``head``: no other snapshot of the job has it."""
-        if not request:
+        if not request.id:
             return self._new_txid()
-        text = f"{request}\0{head.snapshot.txid}"
+        text = f"{request.key}\0{head.snapshot.txid}"
         return TxId(hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
 
-    def _owner(self, request: str) -> str:
-        return f"{self._node}:{request or self._new_txid()}"
+    def _owner(self, request: Request) -> str:
+        return f"{self._node}:{request.key or self._new_txid()}"
+
+
+def _is_so(wanted: Resolved, head: Head, known: Description) -> bool:
+    return wanted.digest == head.layout_digest and paused_of(known.settings_json) is None
 
 
 def _existing(job: JobName, head: Head | None) -> Head:

@@ -31,6 +31,7 @@ class Import:
     Attributes:
         path: A safetensors file, an index, or a directory with one.
         ignore: Patterns of tensors that the file may have beyond the layout.
+        arguments: What the request asks for, to tell it from another one of the same id.
     """
 
     job: JobName
@@ -38,6 +39,7 @@ class Import:
     step: int
     ignore: tuple[str, ...] = ()
     request_id: str = ""
+    arguments: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,9 @@ async def import_state(
             stack.enter_context(member.serving(txid, _Renamed(source, match.names)))
             return State(txid, match.layout_json, asked.step)
 
-        return await coordinator.replace_state(asked.job, asked.request_id, load, report)
+        return await coordinator.replace_state(
+            asked.job, asked.request_id, load, report, arguments=asked.arguments
+        )
 
 
 def _check_ties(source: ArraySource, ties: Sequence[Sequence[str]]) -> None:
