@@ -79,7 +79,8 @@ def remove(session: Session, *, name: JobArgument) -> None:
     """Remove a job and its state, on every node. There is no way back."""
     with session.connect() as daemon:
         job = daemon.remove_job(name)
-    session.emit("job", {**job_content(job), "removed": True}, lambda: typer.echo(f"{name}: removed"))
+    line = f"{name}: removed" if job.state else f"{name}: there is no such job"
+    session.emit("job", {**job_content(job), "removed": True}, lambda: typer.echo(line))
 
 
 def import_state(

@@ -148,9 +148,12 @@ class Service:
         return self._view.job(job)
 
     async def remove_job(self, request: control_pb2.RemoveJobRequest) -> control_pb2.Job:
-        """Removes a job and its bytes."""
+        """Removes a job and its bytes; one that is not there is removed already."""
         job = check_job_name(request.job)
-        was = self._view.job(job)
+        try:
+            was = self._view.job(job)
+        except NotFoundError:
+            was = control_pb2.Job(name=job)
         await self._coordinator.remove(job)
         return was
 

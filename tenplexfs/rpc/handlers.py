@@ -65,7 +65,7 @@ class ControlHandler(Protocol):
         ...
 
     async def remove_job(self, request: control_pb2.RemoveJobRequest) -> control_pb2.Job:
-        """Returns the job as it was; its name and its bytes are gone."""
+        """Returns the job as it was, only its name where there was none; its name and its bytes are gone."""
         ...
 
 
