@@ -13,7 +13,10 @@ from pathlib import Path
 
 from tenplexfs import EXIT_RECONFIGURE
 
-__all__ = ["main"]
+__all__ = ["BEGUN", "main"]
+
+BEGUN = "begun "
+"""What the note of a rank says before it ends; its pid follows."""
 
 
 def main() -> None:
@@ -23,6 +26,7 @@ def main() -> None:
     os.environ["RANK"] = rank
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     note = Path(os.environ.pop("TENPLEXFS_NOTES")) / rank
+    note.write_text(f"{BEGUN}{os.getpid()}")
     status: int | str | None = 1
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
