@@ -57,6 +57,18 @@ class ImportRequest(_message.Message):
     request_id: str
     def __init__(self, job: _Optional[str] = ..., path: _Optional[str] = ..., step: _Optional[int] = ..., ignore: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
+class HistoryRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class HistoryReply(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    def __init__(self, json: _Optional[str] = ...) -> None: ...
+
 class VerifyRequest(_message.Message):
     __slots__ = ("job",)
     JOB_FIELD_NUMBER: _ClassVar[int]

@@ -51,6 +51,11 @@ class LocalStub:
                 request_serializer=tenplexfs_dot_v1_dot_local__pb2.ImportRequest.SerializeToString,
                 response_deserializer=tenplexfs_dot_v1_dot_control__pb2.Progress.FromString,
                 _registered_method=True)
+        self.History = channel.unary_unary(
+                '/tenplexfs.v1.Local/History',
+                request_serializer=tenplexfs_dot_v1_dot_local__pb2.HistoryRequest.SerializeToString,
+                response_deserializer=tenplexfs_dot_v1_dot_local__pb2.HistoryReply.FromString,
+                _registered_method=True)
         self.Verify = channel.unary_stream(
                 '/tenplexfs.v1.Local/Verify',
                 request_serializer=tenplexfs_dot_v1_dot_local__pb2.VerifyRequest.SerializeToString,
@@ -81,6 +86,13 @@ class LocalServicer:
 
     def Import(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def History(self, request, context):
+        """Lists the steps of a job that are kept or persisted.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -116,6 +128,11 @@ def add_LocalServicer_to_server(servicer, server):
                     servicer.Import,
                     request_deserializer=tenplexfs_dot_v1_dot_local__pb2.ImportRequest.FromString,
                     response_serializer=tenplexfs_dot_v1_dot_control__pb2.Progress.SerializeToString,
+            ),
+            'History': grpc.unary_unary_rpc_method_handler(
+                    servicer.History,
+                    request_deserializer=tenplexfs_dot_v1_dot_local__pb2.HistoryRequest.FromString,
+                    response_serializer=tenplexfs_dot_v1_dot_local__pb2.HistoryReply.SerializeToString,
             ),
             'Verify': grpc.unary_stream_rpc_method_handler(
                     servicer.Verify,
@@ -213,6 +230,31 @@ class Local:
             options,
             channel_credentials,
             insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def History(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tenplexfs.v1.Local/History',
+            tenplexfs_dot_v1_dot_local__pb2.HistoryRequest.SerializeToString,
+            tenplexfs_dot_v1_dot_local__pb2.HistoryReply.FromString,
+            options,
+            channel_credentials,
             call_credentials,
             compression,
             wait_for_ready,

@@ -26,7 +26,7 @@ class HelloReply(_message.Message):
     def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class StageRequest(_message.Message):
-    __slots__ = ("job", "snapshot", "base_txid", "old_layout_json", "new_layout_json", "settings_json", "coordinator", "drop", "endpoints", "created_ns", "values", "is_save")
+    __slots__ = ("job", "snapshot", "base_txid", "old_layout_json", "new_layout_json", "settings_json", "coordinator", "drop", "endpoints", "created_ns", "values", "is_save", "source")
     class EndpointsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,7 @@ class StageRequest(_message.Message):
     CREATED_NS_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
     IS_SAVE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     job: str
     snapshot: _registry_pb2.Snapshot
     base_txid: str
@@ -58,7 +59,8 @@ class StageRequest(_message.Message):
     created_ns: int
     values: bytes
     is_save: bool
-    def __init__(self, job: _Optional[str] = ..., snapshot: _Optional[_Union[_registry_pb2.Snapshot, _Mapping]] = ..., base_txid: _Optional[str] = ..., old_layout_json: _Optional[str] = ..., new_layout_json: _Optional[str] = ..., settings_json: _Optional[str] = ..., coordinator: _Optional[str] = ..., drop: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., created_ns: _Optional[int] = ..., values: _Optional[bytes] = ..., is_save: _Optional[bool] = ...) -> None: ...
+    source: str
+    def __init__(self, job: _Optional[str] = ..., snapshot: _Optional[_Union[_registry_pb2.Snapshot, _Mapping]] = ..., base_txid: _Optional[str] = ..., old_layout_json: _Optional[str] = ..., new_layout_json: _Optional[str] = ..., settings_json: _Optional[str] = ..., coordinator: _Optional[str] = ..., drop: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., created_ns: _Optional[int] = ..., values: _Optional[bytes] = ..., is_save: _Optional[bool] = ..., source: _Optional[str] = ...) -> None: ...
 
 class StageProgress(_message.Message):
     __slots__ = ("bytes_done", "bytes_total")
@@ -117,6 +119,28 @@ class DescribeReply(_message.Message):
     committed: bool
     values: bytes
     def __init__(self, snapshot: _Optional[_Union[_registry_pb2.Snapshot, _Mapping]] = ..., layout_json: _Optional[str] = ..., settings_json: _Optional[str] = ..., created_ns: _Optional[int] = ..., committed: _Optional[bool] = ..., values: _Optional[bytes] = ...) -> None: ...
+
+class InventoryRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class InventoryReply(_message.Message):
+    __slots__ = ("parts",)
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedCompositeFieldContainer[StoredPart]
+    def __init__(self, parts: _Optional[_Iterable[_Union[StoredPart, _Mapping]]] = ...) -> None: ...
+
+class StoredPart(_message.Message):
+    __slots__ = ("snapshot", "committed", "copies_of")
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    COPIES_OF_FIELD_NUMBER: _ClassVar[int]
+    snapshot: _registry_pb2.Snapshot
+    committed: bool
+    copies_of: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, snapshot: _Optional[_Union[_registry_pb2.Snapshot, _Mapping]] = ..., committed: _Optional[bool] = ..., copies_of: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CollectRequest(_message.Message):
     __slots__ = ("job", "snapshot", "leader", "patience_s")

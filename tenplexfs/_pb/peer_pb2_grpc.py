@@ -61,6 +61,11 @@ class PeerStub:
                 request_serializer=tenplexfs_dot_v1_dot_peer__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=tenplexfs_dot_v1_dot_peer__pb2.DescribeReply.FromString,
                 _registered_method=True)
+        self.Inventory = channel.unary_unary(
+                '/tenplexfs.v1.Peer/Inventory',
+                request_serializer=tenplexfs_dot_v1_dot_peer__pb2.InventoryRequest.SerializeToString,
+                response_deserializer=tenplexfs_dot_v1_dot_peer__pb2.InventoryReply.FromString,
+                _registered_method=True)
         self.Collect = channel.unary_unary(
                 '/tenplexfs.v1.Peer/Collect',
                 request_serializer=tenplexfs_dot_v1_dot_peer__pb2.CollectRequest.SerializeToString,
@@ -121,6 +126,13 @@ class PeerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Inventory(self, request, context):
+        """Lists what the node stores of a job: its own parts of snapshots, and the copies it keeps for other nodes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Collect(self, request, context):
         """What the node's ranks have saved of a step, or that it is not complete yet, after some patience.
         """
@@ -175,6 +187,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=tenplexfs_dot_v1_dot_peer__pb2.DescribeRequest.FromString,
                     response_serializer=tenplexfs_dot_v1_dot_peer__pb2.DescribeReply.SerializeToString,
+            ),
+            'Inventory': grpc.unary_unary_rpc_method_handler(
+                    servicer.Inventory,
+                    request_deserializer=tenplexfs_dot_v1_dot_peer__pb2.InventoryRequest.FromString,
+                    response_serializer=tenplexfs_dot_v1_dot_peer__pb2.InventoryReply.SerializeToString,
             ),
             'Collect': grpc.unary_unary_rpc_method_handler(
                     servicer.Collect,
@@ -337,6 +354,31 @@ class Peer:
             options,
             channel_credentials,
             insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Inventory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tenplexfs.v1.Peer/Inventory',
+            tenplexfs_dot_v1_dot_peer__pb2.InventoryRequest.SerializeToString,
+            tenplexfs_dot_v1_dot_peer__pb2.InventoryReply.FromString,
+            options,
+            channel_credentials,
             call_credentials,
             compression,
             wait_for_ready,

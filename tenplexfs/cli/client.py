@@ -145,6 +145,15 @@ class Daemon:
         return self._stream("Local/Import", request, timeout_s)
 
     def add_dataset(
+    def rollback(
+        self, request: control_pb2.RollbackRequest, timeout_s: float | None
+    ) -> Iterator[control_pb2.Progress]:
+        """Yields the progress of the transaction."""
+        return self._stream("Control/Rollback", request, timeout_s)
+
+    def history(self, job: str) -> str:
+        """Returns the steps that a job can go back to, as JSON."""
+
         self, request: dataset_pb2.AddDatasetRequest, timeout_s: float | None
     ) -> Iterator[control_pb2.Progress]:
         """Yields the progress of the index, then that of the switch."""

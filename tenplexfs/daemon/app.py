@@ -27,6 +27,7 @@ from tenplexfs.daemon.clients import Clients
 from tenplexfs.daemon.config import DEFAULT_ROOT_STORE, Config, etcd_address
 from tenplexfs.daemon.dataset_calls import SampleCalls, SampleService
 from tenplexfs.daemon.dataset_service import DatasetService
+from tenplexfs.daemon.keeping import Keeping
 from tenplexfs.daemon.logs import setup_logs
 from tenplexfs.daemon.node_calls import Leasing, Nodes
 from tenplexfs.daemon.notify import sd_notify
@@ -186,6 +187,7 @@ async def _start(
     service = Service(
         config=config,
         member=member,
+    keeping = Keeping(member=member, coordinator=coordinator, compute=compute, nodes=nodes)
         table=table,
         coordinator=coordinator,
         compute=compute,
@@ -198,6 +200,7 @@ async def _start(
     )
     peer = PeerService(
         member=member,
+        keeping=keeping,
         table=table,
         leases=leases,
         metrics=metrics,

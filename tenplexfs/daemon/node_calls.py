@@ -16,7 +16,7 @@ from tenplexfs.rpc.peer_client import PeerClient
 from tenplexfs.runtime.attempts import SavePart
 from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.member import Member
-from tenplexfs.runtime.orders import Description, StageOrder
+from tenplexfs.runtime.orders import Description, StageOrder, StoredPart
 from tenplexfs.runtime.save_parts import decode_sums
 from tenplexfs.runtime.stopping import Stops
 
@@ -104,6 +104,17 @@ class Nodes:
             reply.values,
         )
 
+    async def inventory(self, node: NodeName, job: JobName) -> tuple[StoredPart, ...]:
+        """Returns what the node stores of a job."""
+        if node == self._here:
+            await trio.lowlevel.checkpoint()
+            return self.member.inventory(job)
+        reply = await self._client.inventory(node, peer_pb2.InventoryRequest(job=job))
+        return tuple(
+            StoredPart(snapshot_of(part.snapshot), part.committed, tuple(map(NodeName, part.copies_of)))
+            for part in reply.parts
+        )
+
 
 class Desks:
     """Implements `runtime.stopping.StopCalls`."""
@@ -157,4 +168,5 @@ def _stage_request(order: StageOrder) -> peer_pb2.StageRequest:
         created_ns=order.created_ns,
         values=order.values,
         is_save=order.is_save,
+        source=order.source,
     )

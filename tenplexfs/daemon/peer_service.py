@@ -121,6 +121,18 @@ class PeerService:
             values=found.values,
         )
 
+    async def inventory(self, request: peer_pb2.InventoryRequest) -> peer_pb2.InventoryReply:
+        """Returns what is stored here of a job."""
+        parts = self._member.inventory(check_job_name(request.job))
+        return peer_pb2.InventoryReply(
+            parts=[
+                peer_pb2.StoredPart(
+                    snapshot=snapshot_to_pb(part.snapshot), committed=part.committed, copies_of=part.copies_of
+                )
+                for part in parts
+            ]
+        )
+
     async def collect(self, request: peer_pb2.CollectRequest) -> peer_pb2.CollectReply:
         """Returns what this node's ranks have saved of a step."""
         saves = self._member.saves
@@ -166,4 +178,5 @@ def _order(request: peer_pb2.StageRequest) -> StageOrder:
         created_ns=request.created_ns,
         values=request.values,
         is_save=request.is_save,
+        source=request.source,
     )

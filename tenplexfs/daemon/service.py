@@ -16,6 +16,7 @@ from tenplexfs.daemon.clients import Clients
 from tenplexfs.daemon.config import Config
 from tenplexfs.daemon.job_settings import check_settings
 from tenplexfs.daemon.transactions import Transaction, Transactions
+from tenplexfs.daemon.keeping import Keeping
 from tenplexfs.daemon.view import VERSION, Metrics, View, progress_message
 from tenplexfs.errors import InvalidError, NotFoundError
 from tenplexfs.runtime.compute import Compute
@@ -23,6 +24,7 @@ from tenplexfs.runtime.coordinator import Change, Coordinator
 from tenplexfs.runtime.importer import Import, import_state
 from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.member import Member
+from tenplexfs.runtime.going_back import Rollback
 from tenplexfs.runtime.orders import Progress, Report
 from tenplexfs.runtime.planning import Target
 from tenplexfs.storage.store import Mismatch
@@ -50,6 +52,7 @@ class Service:
     ) -> None:
         self._config = config
         self._member = member
+        keeping: Keeping,
         self._table = table
         self._coordinator = coordinator
         self._compute = compute
@@ -64,6 +67,7 @@ class Service:
 
     async def create_job(self, request: control_pb2.CreateJobRequest) -> control_pb2.Job:
         """Makes a job without state."""
+        self._keeping = keeping
         job = check_job_name(request.name)
         settings = check_settings(request.settings_json)
         layout = request.layout_json.encode()
@@ -134,9 +138,20 @@ class Service:
             await changed.wait()
 
     async def rollback(self, request: control_pb2.RollbackRequest) -> AsyncIterator[control_pb2.Progress]:
-        """Refused: no older step is kept."""
-        raise NotFoundError(f"job {request.job}: step {request.step} is not kept")
-        yield control_pb2.Progress()
+        """Gives a job the state of an earlier step."""
+        job = check_job_name(request.job)
+        asked = Rollback(job, request.step, request.skip_samples, request.request_id)
+        self._view.job(job)
+
+        async def work(report: Report) -> Head:
+            return await self._clients.stopped(
+                job, 0.0, report, lambda stop: self._keeping.roll_back(asked, report, stop)
+            )
+
+        async for message in self._watch(
+            self._transactions.start(job, request.request_id, self._counted(work))
+        ):
+            yield message
 
     async def abort(self, request: control_pb2.AbortRequest) -> control_pb2.Job:
         """Drops the transaction that this daemon runs for the job, unless it has committed already."""
@@ -227,6 +242,13 @@ class Service:
                 job=wrong.job, txid=wrong.id.txid, rank=rank, path=path, message=str(wrong)
             )
             yield local_pb2.VerifyReply(bytes_total=total, mismatches=[mismatch])
+    async def history(self, request: local_pb2.HistoryRequest) -> local_pb2.HistoryReply:
+        """Returns the steps of a job that are kept or persisted."""
+        job = check_job_name(request.job)
+        self._view.job(job)
+        steps = await self._keeping.history(job)
+        return local_pb2.HistoryReply(json=json.dumps({"job": job, "steps": steps}))
+
         yield local_pb2.VerifyReply(bytes_done=total, bytes_total=total)
 
     async def stop(self, request: local_pb2.StopRequest) -> local_pb2.StopReply:

@@ -19,6 +19,7 @@ from tenplexfs.formats.requests import without_requests
 __all__ = [
     "begin_datasets",
     "check_dataset_name",
+    "datasets_back",
     "datasets_of",
     "give_cursors",
     "plain_settings",
@@ -90,6 +91,19 @@ def begin_datasets(settings_json: bytes, old_step: int | None, step: int | None,
     spread = spread_of(parse_layout(layout_json))
     begun = [state.begun(state.cursor_at(old_step), step, spread) for state in states.values()]
     return put_datasets(settings_json, begun)
+
+
+def datasets_back(settings_json: bytes, then_json: bytes) -> bytes:
+    """Returns the settings with every dataset where it was in those of an earlier snapshot of the job.
+
+    One that was added since then begins where it began.
+    """
+    then = datasets_of(then_json)
+    states = datasets_of(settings_json)
+    for name, state in states.items():
+        if name in then and then[name].digest == state.digest:
+            states[name] = then[name]
+    return put_datasets(settings_json, states.values())
 
 
 def give_cursors(settings_json: bytes, step: int, consumed: int | Mapping[str, int]) -> bytes:

@@ -71,7 +71,8 @@ def without_requests(settings_json: bytes) -> bytes:
     b'{"keep_steps": 2}'
     """
     settings = _load(settings_json)
-    return settings_json if settings.pop("requests", None) is None else json.dumps(settings).encode()
+    hidden = [settings.pop(name, None) for name in ("requests", "branches")]
+    return settings_json if hidden == [None, None] else json.dumps(settings).encode()
 
 
 def _digest(data: bytes) -> str:

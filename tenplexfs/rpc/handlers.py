@@ -92,6 +92,10 @@ class PeerHandler(Protocol):
         """Returns what is here of a snapshot, committed or staged."""
         ...
 
+    async def inventory(self, request: peer_pb2.InventoryRequest) -> peer_pb2.InventoryReply:
+        """Returns what is here of a job: parts of snapshots, and copies for other nodes."""
+        ...
+
     async def collect(self, request: peer_pb2.CollectRequest) -> peer_pb2.CollectReply:
         """Returns what the node's ranks have saved of a step, or, after some patience, that it is not all."""
         ...
@@ -157,6 +161,10 @@ class LocalHandler(Protocol):
     # `import` is a word of Python; the edge maps the method Import to this one.
     def import_(self, request: local_pb2.ImportRequest) -> AsyncIterator[control_pb2.Progress]:
         """Yields progress as `ControlHandler.reconfigure`, of state from a file."""
+        ...
+
+    async def history(self, request: local_pb2.HistoryRequest) -> local_pb2.HistoryReply:
+        """Returns the steps of a job that are kept or persisted."""
         ...
 
     def verify(self, request: local_pb2.VerifyRequest) -> AsyncIterator[local_pb2.VerifyReply]:

@@ -82,12 +82,13 @@ class PeerClient:
         write: Callable[[int, bytes], None],
         *,
         deadline_s: float,
+        patience_s: float | None = None,
     ) -> None:
         """Streams ``ranges`` in order; the contract is that of `PeerReader.fetch`."""
         connection = self._connection(node)
 
         def run(cancel: Cancel) -> None:
-            retries, offset = Retries(deadline_s), 0
+            retries, offset = Retries(deadline_s, patience_s=patience_s), 0
             for batch in split(ranges):
                 offset = _fetch_batch(
                     connection, FetchRequest(job, txid, 0, batch), offset, write, retries, cancel
@@ -157,6 +158,11 @@ class PeerClient:
     async def describe(self, node: NodeName, request: peer_pb2.DescribeRequest) -> peer_pb2.DescribeReply:
         """Returns what ``node`` has of a snapshot."""
         reply: peer_pb2.DescribeReply = await self._call(node, "Peer/Describe", request)
+        return reply
+
+    async def inventory(self, node: NodeName, request: peer_pb2.InventoryRequest) -> peer_pb2.InventoryReply:
+        """Returns what ``node`` stores of a job."""
+        reply: peer_pb2.InventoryReply = await self._call(node, "Peer/Inventory", request)
         return reply
 
     async def collect(self, node: NodeName, request: peer_pb2.CollectRequest) -> peer_pb2.CollectReply:

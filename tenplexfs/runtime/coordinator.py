@@ -17,6 +17,7 @@ from tenplexfs.errors import (
     UnavailableError,
 )
 from tenplexfs.formats.dataset_settings import begin_datasets, plain_settings, plan_datasets
+from tenplexfs.formats.lineage import branch_off
 from tenplexfs.formats.pauses import paused_of, with_paused
 from tenplexfs.formats.requests import Request, add_request, has_request
 from tenplexfs.runtime.compute import Compute
@@ -54,16 +55,25 @@ class Change:
 
 @dataclass(frozen=True)
 class State:
-    """State from outside that replaces what a job has: a snapshot of one rank, on this node.
+    """State that replaces what a job has.
 
     Attributes:
-        txid: By which this node serves it as a base.
+        txid: By which the nodes of its layout serve it as a base.
         layout_json: Its layout.
+        source: Where the bytes are instead, when no node has them: the URL of a persisted step.
+        values: What its ranks hold beside tensors.
+        settings_json: Those of the job from now on, with the cursors of ``step``; None: they stay, and
+            datasets go on from where they are.
+        past: The snapshot of the job that it is the state of; None where it comes from outside.
     """
 
     txid: TxId
     layout_json: bytes
     step: int
+    source: str = ""
+    values: bytes = b""
+    settings_json: bytes | None = None
+    past: SnapshotId | None = None
 
 
 @dataclass(frozen=True)
@@ -180,7 +190,7 @@ class Coordinator:
             self._check_known(wanted)
             snapshot = next_snapshot(head, self._txid(request, head), step=head.snapshot.step)
             datasets = await self._planned_datasets(base, head, wanted)
-            base = await self._begun(base, head, head.snapshot.step, wanted)
+            base = await self._begun(base, head.snapshot.step, head.snapshot.step, wanted)
             source = None if head.snapshot.step is None else Base(head.snapshot.txid, base.layout_json)
             planned = Progress("staging")
             if source is not None:
@@ -268,14 +278,23 @@ class Coordinator:
             self._check_known(wanted)
             summary = await self._compute(plan_summary, state.layout_json, wanted.layout_json, ())
             snapshot = next_snapshot(head, self._txid(request, head), step=state.step)
-            known = await self._begun(known, head, state.step, wanted)
-            source = Base(state.txid, state.layout_json)
+            if state.settings_json is None:
+                known = await self._begun(known, head.snapshot.step, state.step, wanted)
+            else:
+                known = replace(known, settings_json=state.settings_json)
+                known = await self._begun(known, state.step, state.step, wanted)
+            source = Base(state.txid, state.layout_json, state.source)
             planned = Progress("staging", plan=summary)
-            settings_json = add_request(known.settings_json, request)
-            to = Switch(snapshot, wanted, settings_json, source, planned=planned)
+            then = (state.past.generation, state.past.step) if state.past is not None else (0, None)
+            settings_json = branch_off(known.settings_json, snapshot.generation, *then)
+            settings_json = add_request(settings_json, request)
+            values = state.values
+            if values:
+                values = await self._compute(regroup_values, values, wanted.layout_json)
+            to = Switch(snapshot, wanted, settings_json, source, values=values, planned=planned)
             return await self._switcher.switch(lock, head, to, report)
 
-        return await self._heads.under_lock(job, self._owner(request), body)
+        return await self._heads.under_lock(job, self._owner(request), body, patience_s=_SAVE_S)
 
     async def change_settings(
         self,
@@ -313,11 +332,11 @@ class Coordinator:
 
         return await self._heads.under_lock(job, self._owner(request), body)
 
-    async def _begun(self, base: Description, head: Head, step: int | None, wanted: Resolved) -> Description:
-        """Returns ``base`` with its datasets begun anew, for a generation from ``step`` on."""
-        began = await self._compute(
-            begin_datasets, base.settings_json, head.snapshot.step, step, wanted.layout_json
-        )
+    async def _begun(
+        self, base: Description, old_step: int | None, step: int | None, wanted: Resolved
+    ) -> Description:
+        """Returns ``base``, which was at ``old_step``, with its datasets begun anew, from ``step`` on."""
+        began = await self._compute(begin_datasets, base.settings_json, old_step, step, wanted.layout_json)
         return replace(base, settings_json=began)
 
     async def _planned_datasets(self, base: Description, head: Head, wanted: Resolved) -> dict[str, object]:

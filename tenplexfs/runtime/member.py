@@ -22,7 +22,7 @@ from tenplexfs.runtime.datasets import Datasets
 from tenplexfs.runtime.fetching import Fetcher, Handles
 from tenplexfs.runtime.leases import LeaseTable
 from tenplexfs.runtime.namespace import Namespace
-from tenplexfs.runtime.orders import Description, StageOrder
+from tenplexfs.runtime.orders import Description, StageOrder, StoredPart
 from tenplexfs.runtime.past import GRACE_S, Held, Past, Relief, Shown, job_memory_bytes, keep_steps, step_name
 from tenplexfs.runtime.planning import Expanded, StagePart, expand, stage_part
 from tenplexfs.runtime.protocols import ArraySource, PeerReader
@@ -159,6 +159,10 @@ class Member:
             stored.committed,
             stored.values,
         )
+
+    def inventory(self, job: JobName) -> tuple[StoredPart, ...]:
+        """Returns what is stored here of ``job``."""
+        return tuple(StoredPart(each.id, each.committed) for each in self.store.snapshots(job))
 
     @contextmanager
     def open_arrays(self, job: JobName, txid: TxId) -> Iterator[ArraySource]:

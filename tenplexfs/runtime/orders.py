@@ -8,7 +8,7 @@ from typing import Protocol
 
 from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
 
-__all__ = ["Description", "NodeCalls", "Progress", "Report", "StageOrder"]
+__all__ = ["Description", "NodeCalls", "Progress", "Report", "StageOrder", "StoredPart"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class StageOrder:
         created_ns: Time of the new snapshot's files, the same on all nodes.
         values: What the new ranks hold beside tensors, as `formats.values` packs it.
         is_save: The bytes are what this node's ranks have saved.
+        source: The URL of a persisted step, where the bytes come from there and no node has them.
     """
 
     job: JobName
@@ -37,6 +38,7 @@ class StageOrder:
     created_ns: int
     values: bytes = b""
     is_save: bool = False
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,19 @@ class Description:
     created_ns: int
     committed: bool
     values: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A part of a snapshot that a node stores.
+
+    Attributes:
+        copies_of: The nodes whose parts it has copies of; empty for the node's own part.
+    """
+
+    snapshot: SnapshotId
+    committed: bool
+    copies_of: tuple[NodeName, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,10 +33,17 @@ _GUEST_S = 2.0  # how long a node that holds nothing of the job keeps the answer
 
 @dataclass(frozen=True)
 class Base:
-    """Where the bytes of a new snapshot come from."""
+    """Where the bytes of a new snapshot come from.
+
+    Attributes:
+        txid: By which the nodes of its layout serve them.
+        layout_json: Its layout.
+        source: The URL of a persisted step, where they come from there and no node serves them.
+    """
 
     txid: TxId
     layout_json: bytes
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,7 @@ class Switcher:
             created_ns=self._clock_ns(),
             values=to.values,
             is_save=to.is_save,
+            source=to.base.source if to.base is not None else "",
         )
         new = Head(to.snapshot, to.wanted.digest, nodes)
         try:

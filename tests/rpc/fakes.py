@@ -86,6 +86,9 @@ class Peer:
     async def describe(self, request):
         return peer_pb2.DescribeReply(layout_json="{}", created_ns=7)
 
+    async def inventory(self, request):
+        return peer_pb2.InventoryReply(parts=[peer_pb2.StoredPart(copies_of=[request.job])])
+
     async def collect(self, request):
         return peer_pb2.CollectReply(is_complete=True, values=request.leader.encode())
 
@@ -109,6 +112,9 @@ class Local:
 
     async def import_(self, request):
         yield control_pb2.Progress(phase="done", message=request.path)
+
+    async def history(self, request):
+        return local_pb2.HistoryReply(json=request.job)
 
     async def verify(self, request):
         yield local_pb2.VerifyReply(bytes_done=1, bytes_total=1)

@@ -22,7 +22,7 @@ from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.leases import LeaseTable
 from tenplexfs.runtime.member import Member
 from tenplexfs.runtime.namespace import Control, Namespace, StoreNumbers
-from tenplexfs.runtime.orders import Description, StageOrder
+from tenplexfs.runtime.orders import Description, StageOrder, StoredPart
 from tenplexfs.runtime.protocols import ArraySource, FileContent, Lock, Ranges, RegistryEvent
 from tenplexfs.runtime.snapshot import Snapshot
 from tenplexfs.storage.store import Store
@@ -298,6 +298,10 @@ class Calls:
     async def describe(self, node: NodeName, job: JobName, txid: TxId) -> Description:
         await trio.lowlevel.checkpoint()
         return self._node(node, "describe").member.describe(job, txid)
+
+    async def inventory(self, node: NodeName, job: JobName) -> tuple[StoredPart, ...]:
+        await trio.lowlevel.checkpoint()
+        return self._node(node, "inventory").member.inventory(job)
 
     def _node(self, name: NodeName, call: str) -> Node:
         if (name, call) in self.broken or name not in self.nodes:

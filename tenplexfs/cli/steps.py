@@ -1,0 +1,82 @@
+"""``tenplexfs job rollback`` and ``history``: the steps that a job can go back to."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from tenplexfs._pb import control_pb2
+from tenplexfs.cli import show
+from tenplexfs.cli.client import job_content
+from tenplexfs.cli.plans import check_last
+from tenplexfs.cli.session import Session, command
+
+__all__ = ["register"]
+
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job.")]
+TimeoutOption = Annotated[float | None, typer.Option(metavar="SECONDS", min=0.001, help="How long to wait.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands to ``app``, which is ``job``."""
+    command(app, "rollback")(rollback)
+    command(app, "history")(history)
+
+
+def rollback(
+    session: Session,
+    *,
+    name: JobArgument,
+    step: Annotated[int, typer.Option(min=0, help="A step that `job history` lists.")],
+    skip_samples: Annotated[
+        int, typer.Option(metavar="K", min=0, help="Leave out so many samples after that step.")
+    ] = 0,
+    timeout: TimeoutOption = None,
+) -> None:
+    """Go back to an earlier step: its state and its place in the dataset, as a new generation."""
+    request = control_pb2.RollbackRequest(
+        job=name, step=step, skip_samples=skip_samples, request_id=uuid.uuid4().hex
+    )
+    with session.connect() as daemon:
+        last = _follow(daemon.rollback(request, timeout), session, f"rollback {name}")
+    _done(session, "rollback", last, f"{name}: back at step {step}", skipped_samples=skip_samples)
+
+
+def history(session: Session, *, name: JobArgument) -> None:
+    """List the steps of a job that are kept, and those that are persisted."""
+    with session.connect() as daemon:
+        content = json.loads(daemon.history(name))
+    session.emit("history", content, lambda: _show(content["steps"]))
+
+
+def _follow(steps: Iterator[control_pb2.Progress], session: Session, what: str) -> control_pb2.Progress:
+    last = show.progress(steps, what, quiet=session.json)
+    check_last(last, what)
+    assert last is not None
+    return last
+
+
+def _done(session: Session, kind: str, last: control_pb2.Progress, line: str, **more: object) -> None:
+    content = {
+        "job": job_content(last.job),
+        "bytes": last.bytes_done,
+        "plan": json.loads(last.plan.json) if last.plan.json else None,
+        **more,
+    }
+    said = f"{line}, generation {last.job.generation}, {show.bytes_text(last.bytes_done)} moved"
+    session.emit(kind, content, lambda: typer.echo(said))
+
+
+def _show(steps: list[dict[str, Any]]) -> None:
+    if not steps:
+        typer.echo("no state yet")
+        return
+    rows = [
+        (each["step"], each["generation"], "now" if each["current"] else "yes" if each["kept"] else "-")
+        for each in steps
+    ]
+    show.table(["step", "generation", "kept"], rows, numbers=(0, 1))

@@ -1,0 +1,181 @@
+"""Going back: a new snapshot of a job with the state of an earlier step, kept on its nodes or persisted."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+import trio
+
+from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
+from tenplexfs.core.transaction import kept_steps
+from tenplexfs.errors import InvalidError, NotFoundError, TenplexError
+from tenplexfs.formats.dataset_settings import datasets_back, datasets_of, skip_samples
+from tenplexfs.formats.lineage import with_past_of
+from tenplexfs.runtime.compute import Compute
+from tenplexfs.runtime.coordinator import Coordinator, State
+from tenplexfs.runtime.orders import Description, Report, StoredPart
+from tenplexfs.runtime.past import keep_steps
+from tenplexfs.runtime.planning import expand
+from tenplexfs.runtime.snapshot import rank_nodes
+from tenplexfs.runtime.tasks import run_all
+
+__all__ = ["InventoryCalls", "PastSteps", "Rollback", "take_stock"]
+
+_PATIENCE_S = 3.0
+
+
+class InventoryCalls(Protocol):
+    """Asks a node, this one or another, what it stores."""
+
+    async def inventory(self, node: NodeName, job: JobName) -> tuple[StoredPart, ...]:
+        """Returns its parts of snapshots of ``job``, and the copies it keeps for other nodes."""
+        ...
+
+    async def describe(self, node: NodeName, job: JobName, txid: TxId) -> Description:
+        """Returns what it stores of a snapshot."""
+        ...
+
+
+async def take_stock(
+    calls: InventoryCalls, nodes: Iterable[NodeName], job: JobName, *, patience_s: float = _PATIENCE_S
+) -> dict[NodeName, tuple[StoredPart, ...]]:
+    """Returns what each of ``nodes`` stores of ``job``; without those that do not answer."""
+    found: dict[NodeName, tuple[StoredPart, ...]] = {}
+
+    async def ask(node: NodeName) -> None:
+        with trio.move_on_after(patience_s):
+            try:
+                found[node] = await calls.inventory(node, job)
+            except TenplexError:
+                return
+
+    await run_all(partial(ask, node) for node in nodes)
+    return found
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """What somebody asks for.
+
+    Attributes:
+        step: Whose state the job gets back.
+        skip_samples: So many samples after that step are left out, of each dataset that is split.
+        request_id: The same one is the same transaction; empty for none.
+    """
+
+    job: JobName
+    step: int
+    skip_samples: int = 0
+    request_id: str = ""
+
+
+class PastSteps:
+    """The steps that jobs can go back to.
+
+    Args:
+        endpoints: The nodes that are known now.
+    """
+
+    def __init__(
+        self,
+        calls: InventoryCalls,
+        compute: Compute,
+        *,
+        endpoints: Callable[[], Mapping[NodeName, str]],
+    ) -> None:
+        self._calls = calls
+        self._compute = compute
+        self._endpoints = endpoints
+
+    async def kept(self, job: JobName, known: Description) -> dict[int, SnapshotId]:
+        """Returns the steps that all their nodes keep, that of the head too, each with its snapshot.
+
+        Args:
+            job: Name of the job.
+            known: Its head.
+        """
+        now = known.snapshot
+        parts = await take_stock(self._calls, self._endpoints(), job)
+        nodes: dict[SnapshotId, set[NodeName]] = {}
+        for node, stored in parts.items():
+            for part in stored:
+                if part.committed and not part.copies_of:
+                    nodes.setdefault(part.snapshot, set()).add(node)
+        found: dict[int, SnapshotId] = {}
+        kept = kept_steps(now, nodes, count=keep_steps(known.settings_json))
+        for snapshot, holding in nodes.items():
+            if snapshot.step is None or not (snapshot == now or snapshot.txid in kept):
+                continue
+            then = await self._calls.describe(min(holding), job, snapshot.txid)
+            expanded = await self._compute(expand, then.layout_json)
+            if holding >= set(rank_nodes(expanded.ptc).values()):
+                found[snapshot.step] = snapshot
+        return found
+
+    async def describe(self, job: JobName, snapshot: SnapshotId) -> Description:
+        """Returns a kept snapshot, from any node that has it.
+
+        Raises:
+            NotFoundError: No node has it any more.
+        """
+        for node in self._endpoints():
+            try:
+                return await self._calls.describe(node, job, snapshot.txid)
+            except TenplexError:
+                continue
+        raise NotFoundError(f"job {job}: {snapshot} is not kept any more")
+
+    async def state(self, asked: Rollback, known: Description) -> State:
+        """Returns the state of a step, for a job that is at ``known``.
+
+        Raises:
+            NotFoundError: It is not there any more; the message lists what is.
+            InvalidError: There are no samples to skip.
+        """
+        kept = await self.kept(asked.job, known)
+        if asked.step not in kept:
+            steps = ", ".join(map(str, sorted(kept))) or "none"
+            raise NotFoundError(f"job {asked.job}: step {asked.step} is not kept; kept steps: {steps}")
+        then = await self.describe(asked.job, kept[asked.step])
+        state = State(then.snapshot.txid, then.layout_json, asked.step, values=then.values)
+        settings = self._settings_back(asked, known.settings_json, then.settings_json)
+        return replace(state, settings_json=settings, past=then.snapshot)
+
+    @staticmethod
+    def _settings_back(asked: Rollback, now_json: bytes, then_json: bytes) -> bytes:
+        settings = with_past_of(datasets_back(now_json, then_json), then_json)
+        if asked.skip_samples and all(each.unsplit for each in datasets_of(settings).values()):
+            raise InvalidError(
+                f"job {asked.job}: skip {asked.skip_samples} samples: it has no dataset to skip in"
+            )
+        return skip_samples(settings, asked.step, asked.skip_samples)
+
+    async def roll_back(
+        self,
+        asked: Rollback,
+        coordinator: Coordinator,
+        report: Report,
+        *,
+        head: Head,
+        stop: Callable[[Head], Awaitable[None]],
+    ) -> Head:
+        """Gives a job the state and the cursors of an earlier step; returns the head.
+
+        Args:
+            asked: What is wanted.
+            coordinator: Of this node.
+            report: Gets the progress.
+            head: What the job is now, as far as this node knows.
+            stop: Stops its ranks, once it is known that there is such a step.
+
+        Raises:
+            NotFoundError, InvalidError: Nothing changed.
+        """
+        await self.state(asked, await coordinator.describe(asked.job, head))
+        await stop(head)
+        return await coordinator.replace_state(
+            asked.job, asked.request_id, partial(self.state, asked), report
+        )
