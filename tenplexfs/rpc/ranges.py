@@ -35,8 +35,10 @@ _ONE, _SPANS, _WINDOWS = 0, 1, 2
 
 def gather(
     parts: Sequence[tuple[_Array, _Ints]], *, start: int = 0, message_bytes: int = MESSAGE_BYTES
-) -> Iterator[bytes]:
+) -> Iterator[bytes | memoryview]:
     """Yields the bytes of the boxes of all ``parts`` in order, from byte ``start`` of them on.
+
+    What is contiguous is yielded as a view of its array.
 
     Args:
         parts: An array and its boxes, int64 (n, 2, ndim), half-open.
@@ -46,7 +48,7 @@ def gather(
     Raises:
         InvalidError: A box is out of bounds, before anything is yielded of its array.
 
-    Cost: one copy of the bytes; a few microseconds for each message, 0.2 for each small box.
+    Cost: one copy of what is not contiguous; a few microseconds for each message, 0.2 for each small box.
     """
     pending: list[bytes | memoryview] = []
     held = 0
@@ -63,8 +65,8 @@ def gather(
         yield _joined(pending)
 
 
-def _joined(parts: list[bytes | memoryview]) -> bytes:
-    return bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
+def _joined(parts: list[bytes | memoryview]) -> bytes | memoryview:
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 class Scatter:

@@ -22,11 +22,20 @@ class Retries:
 
     Args:
         deadline_s: From now.
+        patience_s: From the first failure after which nothing `progressed`; None: until the deadline.
         clock: Seconds that never go back.
     """
 
-    def __init__(self, deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        patience_s: float | None = None,
+    ) -> None:
         self._clock = clock
+        self._patience_s = patience_s
+        self._give_up_s: float | None = None
         self._end = clock() + deadline_s
         self._wait_s = _FIRST_WAIT_S
         self._corrupt_count = 0
@@ -57,7 +66,7 @@ class Retries:
 
     def progressed(self) -> None:
         """Makes the next wait short again."""
-        self._wait_s = _FIRST_WAIT_S
+        self._wait_s, self._give_up_s = _FIRST_WAIT_S, None
 
     def wait(self, error: TenplexError, cancel: Cancel) -> None:
         """Waits after ``error``.
@@ -72,5 +81,8 @@ class Retries:
             raise error
         self._last = error
         wait_s, self._wait_s = self._wait_s, min(2 * self._wait_s, _LONGEST_WAIT_S)
-        if self._clock() + wait_s >= self._end or cancel.wait(wait_s):
+        now = self._clock()
+        if self._give_up_s is None:
+            self._give_up_s = self._end if self._patience_s is None else now + self._patience_s
+        if now + wait_s >= min(self._end, self._give_up_s) or cancel.wait(wait_s):
             raise error

@@ -18,15 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
-import numpy.typing as npt
 import trio
 from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from tenplexfs.errors import ExistsError, InvalidError, NotFoundError, UnavailableError
+from tenplexfs.errors import ExistsError, InvalidError, UnavailableError
 from tenplexfs.rpc.connection import NODE_KEY, OPTIONS, SERVICES
 from tenplexfs.rpc.errors import answer
 from tenplexfs.rpc.handlers import (
@@ -38,10 +36,9 @@ from tenplexfs.rpc.handlers import (
     SamplesHandler,
 )
 from tenplexfs.rpc.memory import keep_freed_memory
-from tenplexfs.rpc.ranges import gather
 from tenplexfs.rpc.registry_service import RegistryService, ServedRegistry
+from tenplexfs.rpc.sending import messages_of
 from tenplexfs.rpc.wire import FETCH, FetchRequest, with_sums
-from tenplexfs.runtime.protocols import ArraySource, Ranges
 
 __all__ = ["serve"]
 
@@ -299,8 +296,8 @@ def _fetch_service(handler: RangesHandler) -> grpc.GenericRpcHandler:
     def messages(data: bytes) -> Iterator[bytes]:
         request = FetchRequest.decode(data)
         with handler.open_arrays(request.job, request.txid) as arrays:
-            parts = [(_array(arrays, part, request), part.boxes) for part in request.ranges]
-            yield from with_sums(gather(parts, start=request.start))
+            # gRPC takes bytes only
+            yield from with_sums(bytes(each) for each in messages_of(arrays, request) if each)
 
     def fetch(data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         stream = messages(data)
@@ -311,16 +308,6 @@ def _fetch_service(handler: RangesHandler) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler(
         service, {method: grpc.unary_stream_rpc_method_handler(fetch)}
     )
-
-
-def _array(arrays: ArraySource, part: Ranges, request: FetchRequest) -> npt.NDArray[np.generic]:
-    array = arrays.array(part.rank, part.path)
-    where = f"job {request.job} txid {request.txid} rank {part.rank} tensor {part.path}"
-    if array is None:
-        raise NotFoundError(f"{where}: not on this node")
-    if array.itemsize != part.itemsize:
-        raise InvalidError(f"{where}: need itemsize {array.itemsize}, got {part.itemsize}")
-    return array
 
 
 class _TokenCheck(grpc.ServerInterceptor):  # type: ignore[misc]

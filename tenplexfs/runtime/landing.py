@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -39,16 +39,23 @@ ScatterFactory = Callable[[Sequence[tuple[Array, Boxes]]], Scatter]
 """Takes arrays and boxes of them, in the order of the stream."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fetch:
-    """One item of a call to a source node: what one array of this node gets of one of that node."""
+    """One item of a call to a node: what one array of this node gets of one of that node.
 
+    Attributes:
+        node: Which is asked.
+        backup: The same bytes from a holder, where ``node`` only passes them on.
+    """
+
+    node: NodeName
     ranges: Ranges
     target: Target
     array: Array
     boxes: Boxes
+    backup: Fetch | None = None
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the item."""
         return int(self.ranges.nbytes.sum())
@@ -67,6 +74,11 @@ class Reporter:
         self._total = total_bytes
         self._token = trio.lowlevel.current_trio_token()
         self._report(0, total_bytes)
+
+    def take_back(self, nbytes: int) -> None:
+        """So many are not done after all."""
+        with self._lock:
+            self._done -= nbytes
 
     def add(self, nbytes: int) -> None:
         """So many more are done."""
@@ -126,6 +138,9 @@ class Landing:
 
     What is contiguous in its array, and big, is written into the file; the rest is scattered into the map.
 
+    Args:
+        tell: Gets each item that grew, and how many of its bytes have landed.
+
     Attributes:
         nbytes: Of the whole stream.
     """
@@ -137,11 +152,13 @@ class Landing:
         scatter: ScatterFactory,
         progress: Reporter,
         sums: Sums,
+        tell: Callable[[Fetch, int], None] = lambda item, nbytes: None,
     ) -> None:
         self._ingest = ingest
         self._call = call
         self._progress = progress
         self._sums = sums
+        self._tell = tell
         self._ends = list(accumulate(each.nbytes for each in call))
         self.nbytes = self._ends[-1]
         self._arrived = self._finished = 0
@@ -182,9 +199,26 @@ class Landing:
             if offset == end:
                 self._writes.pop(0)
         self._progress.add(len(data))
-        while self._finished < len(self._call) and self._ends[self._finished] <= self._arrived:
-            self._sums.landed(self._call[self._finished].target)
+        while self._finished < len(self._call):
+            item, left = self._call[self._finished], self._ends[self._finished] - self._arrived
+            if left >= item.nbytes > 0:
+                break
+            self._tell(item, item.nbytes - max(left, 0))
+            if left > 0:
+                break
+            self._sums.landed(item.target)
             self._finished += 1
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything has landed."""
+        return self._arrived > 0
+
+    def left(self) -> Sequence[Fetch]:
+        """Returns the items that have not landed as a whole, and forgets what has landed of them."""
+        items = self._call[self._finished :]
+        self._progress.take_back(sum(item.nbytes for item in items) - (self.nbytes - self._arrived))
+        return items
 
     def check(self, node: NodeName) -> None:
         """Refuses a stream that was cut short."""

@@ -244,7 +244,10 @@ class Member:
         try:
             if part is not None and order.base_txid is not None:
                 with self._base(order.job, order.base_txid) as base:
-                    await Staging(ingest, part, base, self._peers, self._scatter, report).run()
+                    txid = order.snapshot.txid
+                    staging = Staging(ingest, part, base, self._peers, self._scatter, report, txid=txid)
+                    with self.serving(txid, staging.board):  # to nodes that have it passed on to them
+                        await staging.run()
             else:
                 await trio.to_thread.run_sync(ingest.seal, {})
         finally:

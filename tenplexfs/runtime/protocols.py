@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from tenplexfs.core.snapshot import Head, JobName, NodeInfo, NodeName, TxId
 __all__ = [
     "ArraySource",
     "FileContent",
+    "GrowingArrays",
     "Lock",
     "NodeRegistry",
     "PeerReader",
@@ -29,6 +30,19 @@ class ArraySource(Protocol):
 
     def array(self, rank: int, path: str) -> npt.NDArray[np.generic] | None:
         """Returns the read-only local array of ``path`` (as shown) on ``rank``, or None when not here."""
+        ...
+
+
+@runtime_checkable
+class GrowingArrays(ArraySource, Protocol):
+    """Arrays that are still being filled; what is not waited for may hold anything."""
+
+    def wait(self, rank: int, path: str, boxes: npt.NDArray[np.int64]) -> bool:
+        """Returns True once all of ``boxes``, (n, 2, ndim), is there, False after some seconds of waiting.
+
+        Raises:
+            UnavailableError: It does not come.
+        """
         ...
 
 
@@ -67,12 +81,14 @@ class PeerReader(Protocol):
         write: Callable[[int, bytes], None],
         *,
         deadline_s: float,
+        patience_s: float | None = None,
     ) -> None:
         """Streams ``ranges`` in order.
 
         ``write(offset, data)`` is called in a worker thread, in order, with the bytes from ``offset`` on of
         the concatenation of all boxes (each in C order). Each message's checksum is verified before it is
-        handed over. A transient failure resumes where the stream stopped, until ``deadline_s``.
+        handed over. A transient failure resumes where the stream stopped, until ``deadline_s``, or until it
+        has failed for ``patience_s`` without anything new.
 
         Raises:
             NotFoundError, StaleError: The node has no such snapshot, rank or tensor (any more).

@@ -2,13 +2,15 @@
 
 Files that stay are shared. Bytes of this node are copied in worker threads, while each source node streams
 what it has straight into the arrays of the new snapshot, and arrays that are whole are summed up. What
-several arrays need of one region crosses once, and is copied on.
+several arrays need of one region crosses once, and is copied on; what several nodes need is passed on from
+node to node while it arrives, by the `Board` of each.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +20,14 @@ from tenplexfs.core.dtypes import itemsize_of
 from tenplexfs.core.node_part import Moves, Target
 from tenplexfs.core.region import Boxes, box_volumes
 from tenplexfs.core.snapshot import JobName, NodeName, TxId
-from tenplexfs.errors import CorruptError, NotFoundError
+from tenplexfs.errors import (
+    CorruptError,
+    NotFoundError,
+    StaleError,
+    TimedOutError,
+    UnavailableError,
+)
+from tenplexfs.runtime.board import Board
 from tenplexfs.runtime.landing import Array, Fetch, Landing, Reporter, ScatterFactory, Sums, slices_of
 from tenplexfs.runtime.planning import StagePart
 from tenplexfs.runtime.protocols import ArraySource, PeerReader, Ranges
@@ -32,6 +41,9 @@ log = logging.getLogger(__name__)
 _CALL_BOXES = 16384
 _CALL_BYTES = 1 << 30
 _PATIENCE_S = 60.0
+_RELAY_PATIENCE_S = 5.0  # with a node that does not answer; a holder is asked then
+_RELAY_START_S = 20.0  # until a node has begun to make its part
+_LATE = (NotFoundError, StaleError, UnavailableError, TimedOutError, CorruptError)
 _COPIERS = 2
 _HELD_BYTES = 24 << 20  # by one call: its window of 16 MiB, and the messages that are under way
 MAX_BYTES = 256 << 20
@@ -56,8 +68,12 @@ class Staging:
     """Fills and seals ``ingest`` as ``part`` says.
 
     Args:
+        txid: Of the new snapshot.
         report: Gets bytes done and bytes in all, of what crosses from other nodes or is copied on this one.
         max_bytes: What calls to other nodes may hold in memory together.
+
+    Attributes:
+        board: What has landed so far, for other nodes.
     """
 
     def __init__(
@@ -69,6 +85,7 @@ class Staging:
         scatter: ScatterFactory,
         report: Callable[[int, int], None],
         *,
+        txid: TxId,
         max_bytes: int = MAX_BYTES,
     ) -> None:
         self._ingest = ingest
@@ -76,7 +93,11 @@ class Staging:
         self._base = base
         self._peers = peers
         self._scatter = scatter
-        self._calls = trio.CapacityLimiter(max(1, max_bytes // _HELD_BYTES))
+        self._txid = txid
+        self.board = Board()
+        # Apart, for what is passed on waits for what holders send.
+        count = max(2, max_bytes // _HELD_BYTES)
+        self._calls, self._relayed = trio.CapacityLimiter(count // 2), trio.CapacityLimiter(count // 2)
         self._progress = Reporter(report)
         self._sums = Sums(ingest)
 
@@ -95,14 +116,18 @@ class Staging:
             _check_whole(target)
         fetches = self._fetches(targets)
         copied = sum(_local_bytes(target) for target in targets)
-        total = copied + sum(each.nbytes for items in fetches.values() for each in items)
+        total = copied + sum(each.nbytes for each in fetches)
         self._progress.begin(total)
+        counts = Counter(each.target.keys[0] for each in fetches)
         for target in targets:
             parts = len(target.copies) + len([*_moves(target, "local", "kept")])
-            self._sums.expect(target, parts + sum(map(_call_count, _moves(target, "wire"))))
-        await run_all(
-            [partial(self._fill, targets, fetches), partial(trio.to_thread.run_sync, self._sums.run)]
-        )
+            self._sums.expect(target, parts + counts[target.keys[0]])
+        try:
+            await run_all(
+                [partial(self._fill, targets, fetches), partial(trio.to_thread.run_sync, self._sums.run)]
+            )
+        finally:
+            self.board.end()
         filled = trio.current_time()
         shards = {target.keys[0]: target.shard for target in self._part.part.targets}
         await trio.to_thread.run_sync(partial(self._ingest.seal, shards, sums=self._sums.found))
@@ -117,10 +142,13 @@ class Staging:
             trio.current_time() - filled,
         )
 
-    async def _fill(self, targets: Sequence[Target], fetches: Mapping[NodeName, Sequence[Fetch]]) -> None:
+    async def _fill(self, targets: Sequence[Target], fetches: Sequence[Fetch]) -> None:
         waiting = iter(targets)
         copies = [partial(trio.to_thread.run_sync, self._copy_all, waiting)] * _COPIERS
-        calls = [partial(self._fetch_all, node, items) for node, items in fetches.items()]
+        held = _by_node(each for each in fetches if each.backup is None)
+        passed = _by_node(each for each in fetches if each.backup is not None)
+        calls = [partial(self._fetch_held, items) for items in held]
+        calls += [partial(self._fetch_passed, items) for items in passed]
         try:
             await run_all([*copies, *calls])
             await trio.to_thread.run_sync(self._copy_on, targets)
@@ -172,32 +200,101 @@ class Staging:
         for source_box, target_box in zip(source_boxes, target_boxes, strict=True):
             self._ingest.put(key, within, within[slices_of(target_box)], source[slices_of(source_box)])
 
-    def _fetches(self, targets: Sequence[Target]) -> dict[NodeName, list[Fetch]]:
-        fetches: dict[NodeName, list[Fetch]] = {}
+    def _fetches(self, targets: Sequence[Target]) -> list[Fetch]:
+        fetches: list[Fetch] = []
         for target in targets:
+            array = self._ingest.array(target.keys[0])
+            mine: list[Fetch] = []
             for move in _moves(target, "wire"):
-                array = self._ingest.array(target.keys[0])
-                for at in range(0, len(move.source_boxes), _CALL_BOXES):
-                    some = slice(at, at + _CALL_BOXES)
-                    ranges = Ranges(*move.source, array.dtype.itemsize, move.source_boxes[some])
-                    boxes = move.target_boxes[some]
-                    item = Fetch(ranges, target, _as_boxed(array, boxes), boxes)
-                    fetches.setdefault(NodeName(move.node), []).append(item)
+                held = [*_held_fetches(move, target, array)]
+                via = move.via
+                if via is None or len(held) > 1 or len(via.source_boxes) > _CALL_BOXES:
+                    mine += held
+                    continue
+                ranges = Ranges(*via.source, array.dtype.itemsize, via.source_boxes)
+                boxed = _as_boxed(array, via.target_boxes)
+                node = NodeName(via.node)
+                mine.append(Fetch(node, ranges, target, boxed, via.target_boxes, held[0]))
+            self.board.show(target.keys, array, mine)
+            fetches += mine
         return fetches
 
-    async def _fetch_all(self, node: NodeName, items: Sequence[Fetch]) -> None:
+    async def _fetch_held(self, items: Sequence[Fetch]) -> None:
+        """Fetches from the one node that holds ``items`` in the old snapshot."""
         for call in _calls(items):
-            landing = Landing(self._ingest, call, self._scatter, self._progress, self._sums)
+            landing = self._landing(call)
             async with self._calls:
-                await self._peers.fetch(
-                    node,
-                    self._base.job,
-                    self._base.txid,
-                    [each.ranges for each in call],
-                    landing.write,
-                    deadline_s=_PATIENCE_S + landing.nbytes / _SLOWEST_BYTES_PER_S,
-                )
-            landing.check(node)
+                await self._fetch(self._base.txid, call, landing)
+
+    async def _fetch_passed(self, items: Sequence[Fetch]) -> None:
+        """Fetches ``items`` from the one node that passes them on, or, where it does not, from holders."""
+        calls = _calls(items)
+        for call in calls:
+            landing = self._landing(call)
+            try:
+                async with self._relayed:
+                    await self._fetch_when_begun(call, landing)
+            except _LATE as error:
+                log.warning("job %s: %s; asking holders instead", self._base.job, error.message)
+                left = [*landing.left(), *(item for more in calls for item in more)]
+                break
+        else:
+            return
+        backups = []
+        for item in left:
+            assert item.backup is not None  # it is passed on
+            self.board.replace(item, item.backup)
+            backups.append(item.backup)
+        await run_all(partial(self._fetch_held, some) for some in _by_node(backups))
+
+    async def _fetch_when_begun(self, call: Sequence[Fetch], landing: Landing) -> None:
+        """Fetches from a node that may not have begun to make its part."""
+        until_s, wait_s = trio.current_time() + _RELAY_START_S, 0.02
+        while True:
+            try:
+                await self._fetch(self._txid, call, landing, patience_s=_RELAY_PATIENCE_S)
+            except NotFoundError:
+                if landing.has_begun or trio.current_time() > until_s:
+                    raise
+                await trio.sleep(wait_s)
+                wait_s = min(2 * wait_s, 0.5)
+            else:
+                return
+
+    def _landing(self, call: Sequence[Fetch]) -> Landing:
+        return Landing(self._ingest, call, self._scatter, self._progress, self._sums, self.board.landed)
+
+    async def _fetch(
+        self, txid: TxId, call: Sequence[Fetch], landing: Landing, patience_s: float | None = None
+    ) -> None:
+        node = call[0].node
+        await self._peers.fetch(
+            node,
+            self._base.job,
+            txid,
+            [each.ranges for each in call],
+            landing.write,
+            deadline_s=_PATIENCE_S + landing.nbytes / _SLOWEST_BYTES_PER_S,
+            patience_s=patience_s,
+        )
+        landing.check(node)
+
+
+def _held_fetches(move: Moves, target: Target, array: Array) -> Iterator[Fetch]:
+    """Yields what holders are asked for, in items of bounded size."""
+    for at in range(0, len(move.source_boxes), _CALL_BOXES):
+        some = slice(at, at + _CALL_BOXES)
+        ranges = Ranges(*move.source, array.dtype.itemsize, move.source_boxes[some])
+        boxes = move.target_boxes[some]
+        yield Fetch(NodeName(move.node), ranges, target, _as_boxed(array, boxes), boxes)
+
+
+def _by_node(items: Iterable[Fetch]) -> list[list[Fetch]]:
+    """Groups items by the node that is asked, in the order of nodes."""
+    groups: dict[NodeName, list[Fetch]] = {}
+    for item in items:
+        groups.setdefault(item.node, []).append(item)
+    return [groups[node] for node in sorted(groups)]
 
 
 def _calls(items: Sequence[Fetch]) -> Iterator[list[Fetch]]:
@@ -226,10 +323,6 @@ def _nbytes(move: Moves, target: Target) -> int:
 
 def _local_bytes(target: Target) -> int:
     return sum(_nbytes(move, target) for move in _moves(target, "local", "kept"))
-
-
-def _call_count(move: Moves) -> int:
-    return -(-len(move.source_boxes) // _CALL_BOXES)
 
 
 def _check_whole(target: Target) -> None:

@@ -126,7 +126,8 @@ def stub_server(fetch_bytes):
 
 
 def honest(request):
-    return with_sums(gather([(BIG, WHOLE.boxes)], start=FetchRequest.decode(request).start))
+    start = FetchRequest.decode(request).start
+    return with_sums(bytes(message) for message in gather([(BIG, WHOLE.boxes)], start=start))
 
 
 async def test_a_stream_that_breaks_is_resumed_where_it_stopped():

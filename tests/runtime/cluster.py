@@ -15,7 +15,9 @@ import trio
 from tenplexfs.core.snapshot import Head, JobName, NodeName, TxId
 from tenplexfs.errors import ConflictError, UnavailableError
 from tenplexfs.formats import npy
-from tenplexfs.rpc.ranges import Scatter, gather
+from tenplexfs.rpc.ranges import Scatter
+from tenplexfs.rpc.sending import messages_of
+from tenplexfs.rpc.wire import FetchRequest
 from tenplexfs.runtime.coordinator import Coordinator
 from tenplexfs.runtime.importer import Import, import_state
 from tenplexfs.runtime.jobs import JobTable
@@ -88,21 +90,18 @@ class Peers:
         write: Callable[[int, bytes], None],
         *,
         deadline_s: float,
+        patience_s: float | None = None,
     ) -> None:
         self.asked.append(node)
         if node not in self.open_arrays:
             raise UnavailableError(f"node {node}: does not answer")
 
         def send() -> None:
+            request = FetchRequest(job, txid, 0, tuple(ranges))
             with self.open_arrays[node](job, txid) as arrays:
-                parts = []
-                for each in ranges:
-                    array = arrays.array(each.rank, each.path)
-                    assert array is not None, (node, each.rank, each.path)
-                    parts.append((array, each.boxes))
                 offset = 0
-                for data in gather(parts, message_bytes=self.message_bytes):
-                    write(offset, data)
+                for data in messages_of(arrays, request, message_bytes=self.message_bytes):
+                    write(offset, bytes(data))
                     offset += len(data)
 
         await trio.to_thread.run_sync(send)

@@ -51,7 +51,7 @@ def landing_of(ingest, order):
         sums.expect(targets[path], len(BOXES[path]))
         for box in np.array(BOXES[path], np.int64):
             ranges = Ranges(0, path, 4, box[None])
-            items.append(Fetch(ranges, targets[path], ingest.array((0, path)), box[None]))
+            items.append(Fetch(NodeName("n1"), ranges, targets[path], ingest.array((0, path)), box[None]))
     told = []
     progress = Reporter(lambda done, total: told.append((done, total)))
     return Landing(ingest, items, Scatter, progress, sums), progress, sums, told
