@@ -21,7 +21,7 @@ class RankList(_message.Message):
     def __init__(self, ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("name", "generation", "step", "txid", "state", "mesh", "nodes", "layout_json", "settings_json", "survives_node_losses")
+    __slots__ = ("name", "generation", "step", "txid", "state", "mesh", "nodes", "layout_json", "settings_json", "survives_node_losses", "message")
     class NodesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class Job(_message.Message):
     LAYOUT_JSON_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_JSON_FIELD_NUMBER: _ClassVar[int]
     SURVIVES_NODE_LOSSES_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
     name: str
     generation: int
     step: int
@@ -49,7 +50,8 @@ class Job(_message.Message):
     layout_json: str
     settings_json: str
     survives_node_losses: int
-    def __init__(self, name: _Optional[str] = ..., generation: _Optional[int] = ..., step: _Optional[int] = ..., txid: _Optional[str] = ..., state: _Optional[str] = ..., mesh: _Optional[_Iterable[_Union[Axis, _Mapping]]] = ..., nodes: _Optional[_Mapping[str, RankList]] = ..., layout_json: _Optional[str] = ..., settings_json: _Optional[str] = ..., survives_node_losses: _Optional[int] = ...) -> None: ...
+    message: str
+    def __init__(self, name: _Optional[str] = ..., generation: _Optional[int] = ..., step: _Optional[int] = ..., txid: _Optional[str] = ..., state: _Optional[str] = ..., mesh: _Optional[_Iterable[_Union[Axis, _Mapping]]] = ..., nodes: _Optional[_Mapping[str, RankList]] = ..., layout_json: _Optional[str] = ..., settings_json: _Optional[str] = ..., survives_node_losses: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class CreateJobRequest(_message.Message):
     __slots__ = ("name", "layout_json", "settings_json")

@@ -55,6 +55,7 @@ def job_content(job: control_pb2.Job) -> dict[str, Any]:
         "mesh": {axis.name: axis.size for axis in job.mesh},
         "nodes": {name: list(job.nodes[name].ranks) for name in sorted(job.nodes)},
         "survives_node_losses": job.survives_node_losses,
+        "message": job.message or None,
     }
 
 
@@ -144,7 +145,6 @@ class Daemon:
         """Yields the progress of the import."""
         return self._stream("Local/Import", request, timeout_s)
 
-    def add_dataset(
     def rollback(
         self, request: control_pb2.RollbackRequest, timeout_s: float | None
     ) -> Iterator[control_pb2.Progress]:
@@ -153,7 +153,9 @@ class Daemon:
 
     def history(self, job: str) -> str:
         """Returns the steps that a job can go back to, as JSON."""
+        return str(self._call("Local/History", local_pb2.HistoryRequest(job=job)).json)
 
+    def add_dataset(
         self, request: dataset_pb2.AddDatasetRequest, timeout_s: float | None
     ) -> Iterator[control_pb2.Progress]:
         """Yields the progress of the index, then that of the switch."""

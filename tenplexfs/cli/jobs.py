@@ -156,6 +156,9 @@ def show_jobs(jobs: list[control_pb2.Job]) -> None:
         step = "-" if job["step"] is None else job["step"]
         rows.append((job["name"], job["state"], job["generation"], step, mesh or "explicit", nodes))
     show.table(["job", "state", "generation", "step", "mesh", "nodes"], rows, numbers=(2, 3))
+    for job in jobs:
+        if job.message:
+            typer.echo(f"{job.name} is {job.state}: {job.message}")
 
 
 def _full(job: control_pb2.Job) -> dict[str, Any]:

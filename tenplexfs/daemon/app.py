@@ -27,6 +27,7 @@ from tenplexfs.daemon.clients import Clients
 from tenplexfs.daemon.config import DEFAULT_ROOT_STORE, Config, etcd_address
 from tenplexfs.daemon.dataset_calls import SampleCalls, SampleService
 from tenplexfs.daemon.dataset_service import DatasetService
+from tenplexfs.daemon.deciding import Deciding
 from tenplexfs.daemon.keeping import Keeping
 from tenplexfs.daemon.logs import setup_logs
 from tenplexfs.daemon.node_calls import Leasing, Nodes
@@ -36,6 +37,7 @@ from tenplexfs.daemon.service import Service
 from tenplexfs.daemon.transactions import Transactions
 from tenplexfs.daemon.view import VERSION, Metrics, View
 from tenplexfs.daemon.watchdog import check_mount, watch
+from tenplexfs.daemon.webhooks import Webhooks
 from tenplexfs.errors import PreconditionError
 from tenplexfs.fuse.mount import Mount
 from tenplexfs.rpc import server
@@ -170,7 +172,8 @@ async def _start(
     table = nodes.table = JobTable(member, registry, coordinator.describe)
     me = NodeInfo(config.node, _reachable(config.listen), store.incarnation, VERSION)
     living = Living(registry, me, table.touch)
-    transactions = Transactions(nursery, table.touch)
+    webhooks = Webhooks(nursery, insecure=config.insecure)
+    transactions = Transactions(nursery, table.touch, lambda ended: webhooks.tell(*view.event(ended)))
     view = View(config, member, table, transactions, metrics)
     clients = Clients(
         config=config,
@@ -184,10 +187,10 @@ async def _start(
         nursery=nursery,
         clock_ns=time.time_ns,
     )
+    keeping = Keeping(member=member, coordinator=coordinator, compute=compute, nodes=nodes)
     service = Service(
         config=config,
         member=member,
-    keeping = Keeping(member=member, coordinator=coordinator, compute=compute, nodes=nodes)
         table=table,
         coordinator=coordinator,
         compute=compute,
@@ -197,10 +200,12 @@ async def _start(
         new_txid=_new_txid,
         stop=stop.set,
         clients=clients,
+        deciding=Deciding(node=config.node, coordinator=coordinator, compute=compute, clients=clients),
+        nodes=nodes,
+        keeping=keeping,
     )
     peer = PeerService(
         member=member,
-        keeping=keeping,
         table=table,
         leases=leases,
         metrics=metrics,

@@ -17,8 +17,12 @@ __all__ = ["SETTINGS", "check_settings", "check_webhook"]
 _MAX_BYTES = 1 << 24
 
 
-def check_settings(text: str) -> bytes:
+def check_settings(text: str, *, insecure: bool) -> bytes:
     """Returns the settings as one form, so that equal ones are equal bytes.
+
+    Args:
+        text: A JSON object; empty for the defaults.
+        insecure: Whether events may go to other machines in the clear.
 
     Raises:
         InvalidError: One is unknown or wrong; names it.
@@ -35,6 +39,8 @@ def check_settings(text: str) -> bytes:
         if name not in SETTINGS:
             raise InvalidError(f"setting {name!r}: unknown; there are: {', '.join(SETTINGS)}")
     checked = {name: SETTINGS[name](name, value) for name, value in settings.items()}
+    if "webhook" in settings:
+        check_webhook(settings["webhook"], insecure=insecure)
     return json.dumps(checked, sort_keys=True).encode()
 
 
@@ -82,7 +88,6 @@ def _parallelizer(_: str, value: object) -> object:
 def _webhook(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise InvalidError(f"setting {name!r}: need a URL, got {value!r}")
-    check_webhook(value, insecure=True)
     return value
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import aclosing
 
 import trio
@@ -10,6 +10,7 @@ import trio
 from tenplexfs._pb import peer_pb2
 from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
 from tenplexfs.core.stopping import Told
+from tenplexfs.errors import InvalidError
 from tenplexfs.formats.values import unpack
 from tenplexfs.rpc.messages import head_to_pb, snapshot_of, snapshot_to_pb
 from tenplexfs.rpc.peer_client import PeerClient
@@ -43,6 +44,19 @@ class Nodes:
     def endpoints(self) -> Mapping[NodeName, str]:
         """Returns the nodes that are known, this one too, and where they listen."""
         return dict(self._endpoints)
+
+    def check_known(self, nodes: Iterable[NodeName]) -> None:
+        """Refuses names of nodes that nobody has told this one of.
+
+        Raises:
+            InvalidError: Names them, and those that are known.
+        """
+        unknown = [node for node in nodes if node not in self._endpoints]
+        if unknown:
+            raise InvalidError(
+                f"nodes: {', '.join(unknown)}: no such node is known; "
+                f"known: {', '.join(sorted(self._endpoints))}"
+            )
 
     def learn(self, endpoints: Mapping[NodeName, str]) -> None:
         """Takes note of where nodes listen that this one was not told of."""

@@ -14,17 +14,20 @@ from tenplexfs._pb import control_pb2, local_pb2
 from tenplexfs.core.snapshot import Head, NodeName, TxId, check_job_name, check_node_name
 from tenplexfs.daemon.clients import Clients
 from tenplexfs.daemon.config import Config
+from tenplexfs.daemon.deciding import Deciding
 from tenplexfs.daemon.job_settings import check_settings
-from tenplexfs.daemon.transactions import Transaction, Transactions
 from tenplexfs.daemon.keeping import Keeping
+from tenplexfs.daemon.node_calls import Nodes
+from tenplexfs.daemon.transactions import Transaction, Transactions
 from tenplexfs.daemon.view import VERSION, Metrics, View, progress_message
 from tenplexfs.errors import InvalidError, NotFoundError
+from tenplexfs.formats.requests import Request
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.coordinator import Change, Coordinator
+from tenplexfs.runtime.going_back import Rollback
 from tenplexfs.runtime.importer import Import, import_state
 from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.member import Member
-from tenplexfs.runtime.going_back import Rollback
 from tenplexfs.runtime.orders import Progress, Report
 from tenplexfs.runtime.planning import Target
 from tenplexfs.storage.store import Mismatch
@@ -49,10 +52,12 @@ class Service:
         new_txid: Callable[[], TxId],
         stop: Callable[[], None],
         clients: Clients,
+        deciding: Deciding,
+        nodes: Nodes,
+        keeping: Keeping,
     ) -> None:
         self._config = config
         self._member = member
-        keeping: Keeping,
         self._table = table
         self._coordinator = coordinator
         self._compute = compute
@@ -62,14 +67,16 @@ class Service:
         self._new_txid = new_txid
         self._stop = stop
         self._clients = clients
+        self._deciding = deciding
+        self._nodes = nodes
+        self._keeping = keeping
 
     # Control
 
     async def create_job(self, request: control_pb2.CreateJobRequest) -> control_pb2.Job:
         """Makes a job without state."""
-        self._keeping = keeping
         job = check_job_name(request.name)
-        settings = check_settings(request.settings_json)
+        settings = check_settings(request.settings_json, insecure=self._config.insecure)
         layout = request.layout_json.encode()
         if not layout.strip():
             raise InvalidError(f"job {job}: no layout given")
@@ -112,9 +119,19 @@ class Service:
     async def notify_resources(
         self, request: control_pb2.NotifyResourcesRequest
     ) -> AsyncIterator[control_pb2.Progress]:
-        """Refused: no parallelizer is configured."""
-        raise InvalidError("notify: no parallelizer is configured; call reconfigure with a layout or a mesh")
-        yield control_pb2.Progress()
+        """Makes a job what its parallelizer says for the devices that it has from now on."""
+        job = check_job_name(request.job)
+        nodes = {check_node_name(name): count for name, count in request.nodes.items()}
+        self._view.job(job)
+        self._nodes.check_known(nodes)
+        asked = Request(job, request.request_id, _arguments(request))
+
+        async def work(report: Report) -> Head:
+            return await self._deciding.notify(asked, nodes, report)
+
+        transaction = self._transactions.start(job, asked.id, self._counted(work), asked.arguments)
+        async for message in self._watch(transaction):
+            yield message
 
     async def get_job(self, request: control_pb2.GetJobRequest) -> control_pb2.Job:
         """Returns a job as it is."""
@@ -225,6 +242,13 @@ class Service:
         async for message in self._watch(transaction):
             yield message
 
+    async def history(self, request: local_pb2.HistoryRequest) -> local_pb2.HistoryReply:
+        """Returns the steps of a job that are kept or persisted."""
+        job = check_job_name(request.job)
+        self._view.job(job)
+        steps = await self._keeping.history(job)
+        return local_pb2.HistoryReply(json=json.dumps({"job": job, "steps": steps}))
+
     async def verify(self, request: local_pb2.VerifyRequest) -> AsyncIterator[local_pb2.VerifyReply]:
         """Makes all sums again."""
         job = check_job_name(request.job) if request.job else None
@@ -242,13 +266,6 @@ class Service:
                 job=wrong.job, txid=wrong.id.txid, rank=rank, path=path, message=str(wrong)
             )
             yield local_pb2.VerifyReply(bytes_total=total, mismatches=[mismatch])
-    async def history(self, request: local_pb2.HistoryRequest) -> local_pb2.HistoryReply:
-        """Returns the steps of a job that are kept or persisted."""
-        job = check_job_name(request.job)
-        self._view.job(job)
-        steps = await self._keeping.history(job)
-        return local_pb2.HistoryReply(json=json.dumps({"job": job, "steps": steps}))
-
         yield local_pb2.VerifyReply(bytes_done=total, bytes_total=total)
 
     async def stop(self, request: local_pb2.StopRequest) -> local_pb2.StopReply:

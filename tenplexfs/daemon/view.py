@@ -15,8 +15,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from tenplexfs._pb import control_pb2
 from tenplexfs.core.snapshot import JobName
 from tenplexfs.daemon.config import Config
-from tenplexfs.daemon.transactions import Transactions
+from tenplexfs.daemon.transactions import Transaction, Transactions
 from tenplexfs.errors import NotFoundError
+from tenplexfs.formats.pauses import paused_of
 from tenplexfs.formats.requests import without_requests
 from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.member import Member, Shown
@@ -68,7 +69,7 @@ class View:
         self._metrics = metrics
 
     def state(self, job: JobName) -> str:
-        """Returns "empty", "ready", "reconfiguring", "undecided" or "failed"."""
+        """Returns "empty", "ready", "reconfiguring", "undecided", "paused" or "failed"."""
         running = self._transactions.running(job)
         shown = self._member.shown().get(job)
         if running is not None and running.progress.phase == "committing" and self._table.registry_away:
@@ -77,6 +78,8 @@ class View:
             return "reconfiguring"
         if shown is None or self._table.failure(job) is not None:
             return "failed"
+        if paused_of(shown.settings_json) is not None:
+            return "paused"
         return "empty" if shown.head.snapshot.step is None else "ready"
 
     def job(self, job: JobName) -> control_pb2.Job:
@@ -104,6 +107,7 @@ class View:
             layout_json=shown.view.layout_json.decode(),
             settings_json=without_requests(shown.settings_json).decode(),
             survives_node_losses=shown.survives_node_losses,
+            message=self._message(job),
         )
 
     def _job_that_is_not_shown(self, job: JobName) -> control_pb2.Job:
@@ -111,7 +115,7 @@ class View:
         if head is None and self._table.failure(job) is None:
             raise NotFoundError(f"job {job}: no such job")
         if head is None:
-            return control_pb2.Job(name=job, state="failed")
+            return control_pb2.Job(name=job, state="failed", message=self._message(job))
         snapshot = head.snapshot
         return control_pb2.Job(
             name=job,
@@ -119,6 +123,7 @@ class View:
             step=snapshot.step,
             txid=snapshot.txid,
             state=self.state(job),
+            message=self._message(job),
         )
 
     def job_names(self) -> list[JobName]:
@@ -145,7 +150,31 @@ class View:
             "progress": _progress(running.progress) if running else None,
             "members": list(head.nodes) if head else [],
             "survives_node_losses": shown.survives_node_losses if shown else 0,
-            "message": self._table.failure(job) or self._away(),
+            "message": self._message(job) or self._away(),
+        }
+
+    def event(self, transaction: Transaction) -> tuple[str | None, dict[str, object]]:
+        """Returns where to tell of a transaction that has ended, if anywhere, and what."""
+        job = transaction.job
+        shown = self._member.shown().get(job)
+        url = None if shown is None else json.loads(shown.settings_json or b"{}").get("webhook")
+        failure = transaction.failure
+        kind = "failed" if failure is not None else "paused" if self.state(job) == "paused" else "done"
+        head = shown.head if shown is not None else None
+        ptc = shown.view.ptc if shown is not None else None
+        return url, {
+            "event": kind,
+            "request_id": transaction.request_id or None,
+            "message": failure.message if failure is not None else self._message(job),
+            "job": {
+                "name": job,
+                "state": self.state(job),
+                "generation": head.snapshot.generation if head else None,
+                "step": head.snapshot.step if head else None,
+                "txid": head.snapshot.txid if head else None,
+                "mesh": dict(ptc.layout.mesh.axes) if ptc else {},
+                "nodes": {node: list(ranks) for node, ranks in ptc.nodes.items()} if ptc else {},
+            },
         }
 
     def status(self) -> dict[str, object]:
@@ -185,6 +214,11 @@ class View:
         for job in self._table.jobs():
             self._metrics.jobs.labels(self.state(job)).inc()
         return generate_latest(self._metrics.registry)
+
+    def _message(self, job: JobName) -> str | None:
+        """Returns why a job is failed or paused."""
+        shown = self._member.shown().get(job)
+        return self._table.failure(job) or (paused_of(shown.settings_json) if shown is not None else None)
 
     def _away(self) -> str | None:
         away = self._table.registry_away

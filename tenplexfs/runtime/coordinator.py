@@ -330,7 +330,7 @@ class Coordinator:
             to = Switch(snapshot, wanted, settings_json, source, values=known.values)
             return await self._switcher.switch(lock, head, to, report)
 
-        return await self._heads.under_lock(job, self._owner(request), body)
+        return await self._heads.under_lock(job, self._owner(request), body, patience_s=_SAVE_S)
 
     async def _begun(
         self, base: Description, old_step: int | None, step: int | None, wanted: Resolved

@@ -52,11 +52,13 @@ class Target:
         layout_json: As given; empty when it is to be derived.
         mesh: Axis -> size; axes that are not named keep theirs.
         nodes: Node -> number of devices (0: as many as its share), or None for the committed ones.
+        together: Axes whose ranks are to be on one node, or None for the committed ones.
     """
 
     layout_json: bytes = b""
     mesh: Mapping[str, int] | None = None
     nodes: Mapping[NodeName, int] | None = None
+    together: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,8 @@ def resolve(
             None if target.nodes is None else {node: n or None for node, n in target.nodes.items()}
         )
         layout = derive_layout(parse_layout(committed_json), target.mesh, nodes)
+        if target.together is not None:
+            layout = replace(layout, keep_together=target.together)
     if committed_json is not None and has_state:
         layout = place(_built(committed_json), layout, drop=drop)
     layout = build_ptc(place_in_order(layout, here)).layout

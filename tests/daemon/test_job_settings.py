@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 
-from tenplexfs.daemon.job_settings import check_settings, check_webhook
+from tenplexfs.daemon import job_settings
+from tenplexfs.daemon.job_settings import check_webhook
 from tenplexfs.errors import InvalidError
+
+check_settings = partial(job_settings.check_settings, insecure=False)
 
 
 def test_settings_come_out_as_one_form():
@@ -29,6 +33,7 @@ def test_settings_come_out_as_one_form():
         ('{"parallelizer": 1}', "setting 'parallelizer': need an object"),
         ('{"webhook": 1}', "setting 'webhook': need a URL, got 1"),
         ('{"webhook": "ftp://x"}', "webhook 'ftp://x': need a URL"),
+        ('{"webhook": "http://example.com"}', "http beyond this machine"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(text, message):
