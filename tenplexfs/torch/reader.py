@@ -23,6 +23,7 @@ from torch.futures import Future
 from tenplexfs.client.arrays import to_torch
 from tenplexfs.client.connection import patiently
 from tenplexfs.client.regions import OpenSnapshot, RegionOf, place_of_job
+from tenplexfs.client.sources import Part, Sources
 from tenplexfs.core.build import build_ptc
 from tenplexfs.core.layout import ExplicitShard
 from tenplexfs.errors import ConflictError, InvalidError
@@ -30,7 +31,6 @@ from tenplexfs.formats.layout_json import parse_layout
 from tenplexfs.torch.catalog import Catalog, Stored
 from tenplexfs.torch.exchange import this_rank
 from tenplexfs.torch.layout import shards_of
-from tenplexfs.torch.sources import Part, Sources
 
 __all__ = ["Reader"]
 

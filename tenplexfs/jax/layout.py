@@ -17,15 +17,15 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from tenplexfs.core.dtypes import dtype_name, dtype_of
-from tenplexfs.core.held import cuts_give, explicit_layout, on_of_ranks
+from tenplexfs.core.held import cuts_give, explicit_layout, on_of_ranks, whole_shard
 from tenplexfs.core.layout import Cut, ExplicitShard, Layout, Mesh, TensorEntry, has_braces
 from tenplexfs.core.region import Region
 from tenplexfs.errors import InvalidError
 
-__all__ = ["ArrayLike", "layout_of"]
+__all__ = ["ArrayLike", "layout_of", "ranks_of"]
 
-ArrayLike: TypeAlias = jax.Array | tuple[Sequence[int], Any, Sharding]
-"""An array, or (global shape, dtype, sharding)."""
+ArrayLike: TypeAlias = jax.Array | np.ndarray[Any, Any] | tuple[Sequence[int], Any, Sharding | None]
+"""An array, or (global shape, dtype, sharding). One of numpy, or without a sharding, is on every rank."""
 
 
 def layout_of(state: Mapping[str, ArrayLike], *, mesh: jax.sharding.Mesh | None = None) -> Layout:
@@ -39,17 +39,23 @@ def layout_of(state: Mapping[str, ArrayLike], *, mesh: jax.sharding.Mesh | None 
         InvalidError: A sharding has devices outside of the mesh or a pending reduction, two names give one
             path, or a value is no array; names the tensor.
     """
-    arrays: dict[str, tuple[tuple[int, ...], str, Sharding]] = {}
+    arrays: dict[str, tuple[tuple[int, ...], str, Sharding | None]] = {}
     for name, value in state.items():
         path = name.replace(".", "/")
         if path in arrays:
             raise InvalidError(f"tensor {path!r}: two names of the state give this path")
         arrays[path] = _array(f"tensor {path!r}", value)
-    whole, ranks = _ranks(mesh, [sharding for _, _, sharding in arrays.values()])
+    whole, ranks = ranks_of(mesh, [s for _, _, s in arrays.values() if s is not None])
     entries: list[TensorEntry] = []
     explicit: dict[str, tuple[tuple[int, ...], Mapping[int, ExplicitShard]]] = {}
     known: dict[tuple[tuple[int, ...], str, Sharding], tuple[dict[int, ExplicitShard], bool]] = {}
     for path, (shape, dtype, sharding) in arrays.items():
+        if sharding is None and not has_braces(path):
+            entries.append(TensorEntry(path, shape, dtype))
+            continue
+        if sharding is None:
+            explicit[path] = (shape, dict.fromkeys(range(whole.size), whole_shard(shape, dtype)))
+            continue
         cuts, on = _cuts(sharding), None
         if (shape, dtype, sharding) not in known:
             held = _held(f"tensor {path!r}", shape, dtype, sharding, ranks)
@@ -65,8 +71,11 @@ def layout_of(state: Mapping[str, ArrayLike], *, mesh: jax.sharding.Mesh | None 
     return explicit_layout(whole, explicit, entries)
 
 
-def _array(what: str, value: object) -> tuple[tuple[int, ...], str, Sharding]:
-    if isinstance(value, jax.Array):
+def _array(what: str, value: object) -> tuple[tuple[int, ...], str, Sharding | None]:
+    sharding: Sharding | None
+    if isinstance(value, np.ndarray):
+        shape, dtype, sharding = value.shape, value.dtype, None
+    elif isinstance(value, jax.Array):
         shape, dtype, sharding = value.shape, value.dtype, value.sharding
     elif isinstance(value, tuple):
         shape, dtype, sharding = value
@@ -89,9 +98,16 @@ def _array(what: str, value: object) -> tuple[tuple[int, ...], str, Sharding]:
     return tuple(shape), name, sharding
 
 
-def _ranks(
+def ranks_of(
     mesh: jax.sharding.Mesh | None, shardings: Sequence[Sharding]
 ) -> tuple[Mesh, Mapping[jax.Device, int]]:
+    """Returns the mesh of a layout and the rank of each device.
+
+    Args:
+        mesh: Whose devices, row-major, are the ranks; default: the largest mesh of the shardings, else their
+            devices by id.
+        shardings: Of all arrays.
+    """
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     whole = mesh if mesh is not None else max(meshes, key=lambda m: m.size, default=None)
     if whole is not None:
