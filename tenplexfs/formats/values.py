@@ -2,21 +2,25 @@
 
 Every node keeps all of them: they are small, and so no value is lost with its node. When a job gets other
 ranks, rank r goes on with the values of old rank r modulo their number; containers that it needs for tensors
-it did not hold are taken from the first rank that has them.
+it did not hold are taken from the first rank that has them. A random-number state that is a rank's own is no
+new rank's: that one's is derived (`formats.rng`). One that several ranks have in common stays common, as
+tensor parallel ranks need it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from tenplexfs.errors import CorruptError, InvalidError
+from tenplexfs.formats.rng import derive, is_random_state
 from tenplexfs.formats.structure import Node, read_document, walk, write_document
 
-__all__ = ["Values", "pack", "regroup", "unpack"]
+__all__ = ["Values", "pack", "regroup", "unpack", "values_by_rank"]
 
 _LIMIT_BYTES = 256 << 20
 
@@ -84,23 +88,78 @@ def regroup(values: Values, held: Sequence[Sequence[str]]) -> Values:
     if not old:
         return values
     ranks = sorted(old)
-    roots = {each: read_document(each) for each in dict.fromkeys(old[rank] for rank in ranks)}
-    known: dict[tuple[bytes, int], bytes] = {}
+    roots = _roots(values)
+    drawn = {path for path in _differing(roots.values(), len(ranks)) if is_random_state(path)}
+    known: dict[tuple[bytes, int], tuple[Node, bytes]] = {}
     sets: dict[int, set[str]] = {}
     documents: dict[int, bytes] = {}
     for rank, paths in enumerate(held):
         own = old[ranks[rank % len(ranks)]]
-        if (made := known.get((own, id(paths)))) is None:
+        if (own, id(paths)) not in known:
             here = sets.setdefault(id(paths), set(paths))
             root = _prune(roots[own], here, keep_values=True)
             for other in roots.values():
                 extra = _prune(other, here, keep_values=False)
                 root = extra if root is None else root if extra is None else _merge(root, extra)
-            made = known[own, id(paths)] = write_document(
-                _untie(root) if root is not None else ["d", "dict", []]
-            )
-        documents[rank] = made
+            root = _untie(root) if root is not None else ["d", "dict", []]
+            known[own, id(paths)] = root, write_document(root)
+        root, documents[rank] = known[own, id(paths)]
+        if drawn and rank >= len(ranks):
+            changed = {id(node): new for node in walk(root) if (new := _drawn(node, rank, drawn)) is not None}
+            documents[rank] = write_document(_replace(root, changed))
     return Values(documents, values.consumed)
+
+
+def values_by_rank(values: Values, world_size: int) -> Iterator[dict[str, Any]]:
+    """Yields how each value that is not the same on all old ranks comes to each new one, as a plan says it.
+
+    Args:
+        values: Of the old ranks.
+        world_size: How many new ones there are.
+    """
+    ranks = sorted(values.documents)
+    roots = _roots(values)
+    own = _differing(roots.values(), len(ranks))
+    if not own:
+        return
+    leaves = {
+        document: [node for node in walk(root) if node[0] == "l" and node[1] in own]
+        for document, root in roots.items()
+    }
+    for rank in range(world_size):
+        source = ranks[rank % len(ranks)]
+        for node in leaves[values.documents[source]]:
+            is_drawn = rank >= len(ranks) and _drawn(node, rank, own) is not None
+            how = {"derived": True} if is_drawn else {"source_rank": source}
+            yield {"path": node[1], "target_rank": rank, **how}
+
+
+def _roots(values: Values) -> dict[bytes, Node]:
+    """Returns each distinct document, in the order of the first ranks that have it, and its root."""
+    ranks = sorted(values.documents)
+    return {each: read_document(each) for each in dict.fromkeys(values.documents[rank] for rank in ranks)}
+
+
+def _differing(roots: Iterable[Node], rank_count: int) -> set[str]:
+    """Returns the paths of the values that are a rank's own; the random state of an only rank is."""
+    seen: dict[str, str] = {}
+    own: set[str] = set()
+    for root in roots:
+        for node in walk(root):
+            if node[0] != "l" or node[1] in own:
+                continue
+            text = json.dumps(node[2])
+            if seen.setdefault(node[1], text) != text or (rank_count == 1 and is_random_state(node[1])):
+                own.add(node[1])
+    return own
+
+
+def _drawn(node: Node, rank: int, among: Container[str]) -> Node | None:
+    """Returns the random-number state of a new rank in place of ``node``; None where that is none."""
+    if node[0] != "l" or node[1] not in among or not is_random_state(node[1]):
+        return None
+    new = derive(node[1], node[2], rank)
+    return None if new is None else ["l", node[1], new]
 
 
 def _prune(node: Node, here: set[str], *, keep_values: bool) -> Node | None:

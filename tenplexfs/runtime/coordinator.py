@@ -43,6 +43,7 @@ class Change:
         expected_generation: Of the job when it was asked; None is any.
         request_id: The same one is the same transaction; empty for none.
         arguments: What the request asks for, to tell it from another one of the same id.
+        paused: Why the job is paused from then on, if it is.
     """
 
     job: JobName
@@ -51,6 +52,7 @@ class Change:
     expected_generation: int | None = None
     request_id: str = ""
     arguments: bytes = b""
+    paused: str | None = None
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class Coordinator:
             now = _existing(job, await self._heads.current(job))
             known = await self.describe(job, now)
             found = await self._wanted(change, now, known)
-            if not has_request(known.settings_json, request) and not _is_so(found, now, known):
+            if not has_request(known.settings_json, request) and not _is_so(change, found, now, known):
                 check_expected(now, change.expected_generation)
                 self._check_known(found)
                 await stop(now)
@@ -184,7 +186,7 @@ class Coordinator:
             if has_request(base.settings_json, request):
                 return head
             wanted = await self._wanted(change, head, base)
-            if _is_so(wanted, head, base):
+            if _is_so(change, wanted, head, base):
                 return head
             check_expected(head, change.expected_generation)
             self._check_known(wanted)
@@ -194,12 +196,14 @@ class Coordinator:
             source = None if head.snapshot.step is None else Base(head.snapshot.txid, base.layout_json)
             planned = Progress("staging")
             if source is not None:
-                summary = await self._compute(plan_summary, base.layout_json, wanted.layout_json, change.drop)
+                summary = await self._compute(
+                    plan_summary, base.layout_json, wanted.layout_json, change.drop, values=base.values
+                )
                 planned = replace(planned, plan={**summary, "dataset": datasets})
             values = base.values
             if values:
                 values = await self._compute(regroup_values, values, wanted.layout_json)
-            settings_json = add_request(with_paused(base.settings_json, None), request)
+            settings_json = add_request(with_paused(base.settings_json, change.paused), request)
             to = Switch(
                 snapshot, wanted, settings_json, source, drop=change.drop, values=values, planned=planned
             )
@@ -236,7 +240,12 @@ class Coordinator:
         base = await self.describe(change.job, head)
         wanted = await self._wanted(change, head, base)
         summary = await self._compute(
-            plan_summary, base.layout_json, wanted.layout_json, change.drop, operations=operations
+            plan_summary,
+            base.layout_json,
+            wanted.layout_json,
+            change.drop,
+            operations=operations,
+            values=base.values,
         )
         return {**summary, "dataset": await self._planned_datasets(base, head, wanted)}
 
@@ -399,8 +408,8 @@ class Coordinator:
         return f"{self._node}:{request.key or self._new_txid()}"
 
 
-def _is_so(wanted: Resolved, head: Head, known: Description) -> bool:
-    return wanted.digest == head.layout_digest and paused_of(known.settings_json) is None
+def _is_so(change: Change, wanted: Resolved, head: Head, known: Description) -> bool:
+    return wanted.digest == head.layout_digest and paused_of(known.settings_json) == change.paused
 
 
 def _existing(job: JobName, head: Head | None) -> Head:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
-import numpy as np
-
 from tenplexfs.core.build import build_ptc
+from tenplexfs.core.copies import sole_bytes, survives
 from tenplexfs.core.derive import derive_layout
 from tenplexfs.core.held import explicit_layout, whole_shard
 from tenplexfs.core.layout import Mesh, place_in_order
@@ -18,12 +17,11 @@ from tenplexfs.core.paths import name_of_path
 from tenplexfs.core.placement import place
 from tenplexfs.core.planner import plan
 from tenplexfs.core.ptc import PTC
-from tenplexfs.core.region import disjoint_atoms
 from tenplexfs.core.snapshot import NodeName
 from tenplexfs.core.transfers import list_transfers
 from tenplexfs.errors import InvalidError
 from tenplexfs.formats.layout_json import layout_digest, layout_text, parse_layout
-from tenplexfs.formats.values import pack, regroup, unpack
+from tenplexfs.formats.values import pack, regroup, unpack, values_by_rank
 
 __all__ = [
     "Expanded",
@@ -37,6 +35,7 @@ __all__ = [
     "plan_summary",
     "regroup_values",
     "resolve",
+    "sole_copies",
     "stage_part",
 ]
 
@@ -118,28 +117,7 @@ def _built(layout_json: bytes) -> PTC:
 def expand(layout_json: bytes) -> Expanded:
     """Returns what a committed layout means."""
     ptc = _built(layout_json)
-    return Expanded(ptc, layout_digest(ptc.layout), _survives(ptc))
-
-
-def _survives(ptc: PTC) -> int:
-    """Returns the least number of nodes that hold any one element, less one."""
-    least = len(ptc.nodes)
-    seen: set[object] = set()
-    for path, names in ptc.names.items():
-        kind = (names[0].tensor.shape, tuple((p.cells, p.mask) for p in names))
-        if kind in seen:
-            continue
-        seen.add(kind)
-        holders = ptc.holders(path)
-        boxes = [(p.region.start, p.region.stop) for holder in holders for p in holder.shard.pieces]
-        nodes = [{ptc.node_of(r) for r, _ in holder.keys} for holder in holders for _ in holder.shard.pieces]
-        ndim = len(names[0].tensor.shape)
-        atoms, box, atom = disjoint_atoms(np.array(boxes, np.int64).reshape(len(boxes), 2, ndim))
-        held: list[set[str]] = [set() for _ in atoms]
-        for b, a in zip(box.tolist(), atom.tolist(), strict=True):
-            held[a] |= nodes[b]
-        least = min([least, *map(len, held)])
-    return max(least - 1, 0)
+    return Expanded(ptc, layout_digest(ptc.layout), survives(ptc))
 
 
 def resolve(
@@ -185,12 +163,28 @@ def resolve(
     return Resolved(layout_text(layout), layout_digest(layout), holding)
 
 
+def sole_copies(layout_json: bytes) -> dict[NodeName, int]:
+    """Returns for each node of a committed layout the bytes that no other node holds."""
+    return sole_bytes(_built(layout_json))
+
+
 def plan_summary(
-    old_json: bytes, new_json: bytes, drop: Sequence[str], *, operations: bool = False
+    old_json: bytes, new_json: bytes, drop: Sequence[str], *, operations: bool = False, values: bytes = b""
 ) -> dict[str, object]:
-    """Returns what ``plan --json`` prints."""
-    made = plan(_built(old_json), _built(new_json), drop=drop)
-    return {**made.summary(), **({"transfers": list(list_transfers(made))} if operations else {})}
+    """Returns what ``plan --json`` prints.
+
+    Args:
+        old_json: The layout now.
+        new_json: The layout that is wanted.
+        drop: Patterns of tensors that the new layout may lack.
+        operations: Whether to list every transfer.
+        values: What the old ranks hold beside tensors, packed.
+    """
+    new = _built(new_json)
+    made = plan(_built(old_json), new, drop=drop)
+    by_rank = list(values_by_rank(unpack(values), new.world_size))
+    transfers = {"transfers": list(list_transfers(made))} if operations else {}
+    return {**made.summary(), "values": by_rank, **transfers}
 
 
 def layout_of_only_rank(tensors: TensorTable, node: NodeName) -> bytes:

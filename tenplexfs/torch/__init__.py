@@ -7,6 +7,7 @@ from tenplexfs.torch.checkpoint import layout_of_checkpoint, layout_of_metadata
 from tenplexfs.torch.dataset import Dataset
 from tenplexfs.torch.layout import describe, layout_of, layout_of_ranks, shard_of
 from tenplexfs.torch.placements import MeshSpec, Split, StateSpec, TensorSpec
+from tenplexfs.torch.randomness import rng_state, set_rng_state
 from tenplexfs.torch.reader import Reader
 from tenplexfs.torch.state import LocalTensor
 from tenplexfs.torch.stopping import should_stop
@@ -26,6 +27,8 @@ __all__ = [
     "layout_of_checkpoint",
     "layout_of_metadata",
     "layout_of_ranks",
+    "rng_state",
+    "set_rng_state",
     "shard_of",
     "should_stop",
 ]

@@ -20,14 +20,14 @@ from torch.distributed.checkpoint import (
     FileSystemWriter,
 )
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tenplexfs.errors import TenplexError
-from tenplexfs.torch import Reader, Writer
+from tenplexfs.torch import Reader, Writer, rng_state, set_rng_state
 
 JOB = "gpt"
 
@@ -466,3 +466,75 @@ def elastic_read(at: Context) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         dcp.load(state, storage_reader=Reader(at.job))
     return {path: str(bits(value)) for path, value in leaves(state)}
+
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def grouped(context: Context, *, reverse: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model whose weights and biases are in two groups, in either order."""
+    torch.manual_seed(0)
+    net = Net()
+    fully_shard(net, mesh=init_device_mesh("cpu", (context.world,), mesh_dim_names=("dp",)))
+    named = dict(net.named_parameters())
+    groups = [
+        {
+            "params": [p for name, p in named.items() if name.endswith("weight")],
+            "lr": 0.1,
+            "weight_decay": 0.2,
+        },
+        {
+            "params": [p for name, p in named.items() if name.endswith("bias")],
+            "lr": 0.01,
+            "weight_decay": 0.0,
+        },
+    ]
+    if reverse:
+        groups = [{**group, "params": group["params"][::-1]} for group in groups[::-1]]
+    return net, torch.optim.AdamW(groups, foreach=False)
+
+
+def by_name(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What each parameter is trained with, and its state, whole."""
+    found = {}
+    names = {id(p): name for name, p in net.named_parameters()}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            state = {
+                key: (value.full_tensor() if isinstance(value, DTensor) else value).tolist()
+                for key, value in optimizer.state[p].items()
+            }
+            found[names[id(p)]] = [group["lr"], group["weight_decay"], p.full_tensor().tolist(), state]
+    return found
+
+
+def draws() -> list[float]:
+    return torch.rand(3).tolist()
+
+
+def policies_save(context: Context) -> dict[str, Any]:
+    net, optimizer = grouped(context, reverse=False)
+    for factor in (1.0, 0.5):
+        for i, p in enumerate(net.parameters()):
+            p.grad = torch.ones_like(p) * (0.1 * i + factor)
+        optimizer.step()
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+    model, optim = get_state_dict(net, optimizer, options=FLAT)
+    torch.manual_seed(100 + context.rank)
+    state = {"model": model, "optim": optim, "rng": rng_state(), "step": 7, "schedule": {"last_epoch": 7}}
+    dcp.save(state, storage_writer=Writer(context.job, step=7, rank_local=["rng.*"]))
+    return {"draws": draws(), "trained": by_name(net, optimizer)}
+
+
+def policies_load(context: Context) -> dict[str, Any]:
+    net, optimizer = grouped(context, reverse=True)
+    model, optim = get_state_dict(net, optimizer, options=FLAT)
+    state = {"model": model, "optim": optim, "rng": rng_state(), "step": 0, "schedule": {"last_epoch": 0}}
+    dcp.load(state, storage_reader=Reader(context.job))
+    set_state_dict(
+        net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"], options=FLAT
+    )
+    assert (state["step"], state["schedule"]) == (7, {"last_epoch": 7})
+    set_rng_state(state["rng"])
+    return {"draws": draws(), "trained": by_name(net, optimizer)}

@@ -164,3 +164,25 @@ def test_save_reconfigure_load_and_save_again(ranks, tmp_path):
             ranks.run("elastic_save", tmp_path, [placed[r] for r in range(len(there))], step=step, seed=step)
             assert a.job()["step"] == step
             before = ranks.run_alone("elastic_read", tmp_path, a)
+
+
+def test_groups_by_name_and_random_states_by_rank(ranks, tmp_path):
+    with Daemons(tmp_path, 2) as daemons:
+        a, b = daemons.nodes
+        before = ranks.run("policies_save", tmp_path, [a, b])
+        target = ["--mesh", "dp=4", "--nodes", "node0:2,node1:2"]
+        plan = a.ok("plan", "--job", "gpt", *target)
+        found = {
+            (each["path"], each["target_rank"]): each.get("source_rank", "derived") for each in plan["values"]
+        }
+        assert {path for path, _ in found} == {"rng/python", "rng/numpy", "rng/torch"}
+        assert [found["rng/torch", rank] for rank in range(4)] == [0, 1, "derived", "derived"]
+        a.ok("reconfigure", "gpt", *target)
+        placed = {rank: node for node in daemons.nodes for rank in a.job()["nodes"][node.name]}
+        after = ranks.run("policies_load", tmp_path, [placed[rank] for rank in range(4)])
+        assert all(each["trained"] == before[0]["trained"] for each in after)
+        drawn = [each["draws"] for each in after]
+        assert drawn[:2] == [each["draws"] for each in before]
+        assert len({tuple(each) for each in drawn}) == 4
+        a.ok("reconfigure", "gpt", "--mesh", "dp=2", "--nodes", "node0:2")
+        assert [each["draws"] for each in ranks.run("policies_load", tmp_path, [a, a])] == drawn[:2]
