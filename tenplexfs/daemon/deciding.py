@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 
 from tenplexfs.core.parallelizers import Answer, Command, Parallelizer
 from tenplexfs.core.snapshot import Head, JobName, NodeName
 from tenplexfs.daemon.clients import Clients
 from tenplexfs.errors import InvalidError
-from tenplexfs.formats.dataset_settings import begin_datasets
 from tenplexfs.formats.parallelizer_json import parse_answer, parse_parallelizer
-from tenplexfs.formats.pauses import paused_of, with_paused
 from tenplexfs.formats.requests import Request, has_request
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.coordinator import Change, Coordinator
 from tenplexfs.runtime.orders import Description, Progress, Report
 from tenplexfs.runtime.parallelizing import Decision, ask_program, decide, question
+from tenplexfs.runtime.planning import Target
 
 __all__ = ["Deciding"]
 
@@ -98,26 +97,14 @@ class Deciding:
     async def pause(self, request: Request, why: str, report: Report, *, stop_timeout_s: float = 0.0) -> Head:
         """Stops the ranks of a job, and says so in a generation of its own; returns the head."""
         job = JobName(request.job)
-
-        async def change(known: Description, head: Head) -> bytes:
-            if paused_of(known.settings_json) == why:
-                return known.settings_json
-            step = head.snapshot.step
-            begun = await self._compute(begin_datasets, known.settings_json, step, step, known.layout_json)
-            return with_paused(begun, why)
-
-        head, known = await self._coordinator.current(job)
-        if paused_of(known.settings_json) == why:
-            report(Progress("committing", f"paused: {why}"))
-            return head
-
-        async def switch(stop: Callable[[Head], Awaitable[None]]) -> Head:
-            await stop(head)
-            report(Progress("planning"))
-            return await self._coordinator.change_settings(
-                job, request.id, change, report, arguments=request.arguments
-            )
-
-        made = await self._clients.stopped(job, stop_timeout_s, report, switch)
+        _, known = await self._coordinator.current(job)
+        target = Target(layout_json=known.layout_json)
+        change = Change(job, target, request_id=request.id, arguments=request.arguments, paused=why)
+        head = await self._clients.stopped(
+            job,
+            stop_timeout_s,
+            report,
+            lambda stop: self._coordinator.reconfigure(change, report, stop=stop),
+        )
         report(Progress("committing", f"paused: {why}"))
-        return made
+        return head

@@ -19,7 +19,7 @@ from tenplexfs.formats.layout_json import parse_layout
 from tenplexfs.formats.parallelizer_json import MAX_ANSWER_BYTES, resources_text
 from tenplexfs.runtime.planning import Target, resolve
 
-__all__ = ["Decision", "ask_program", "decide", "question"]
+__all__ = ["Decision", "ask_program", "decide", "held_devices", "question"]
 
 _MAX_TRIED = 64
 _STDERR_BYTES = 4096
@@ -42,6 +42,11 @@ class Decision:
 def question(job: str, layout_json: bytes, nodes: Mapping[str, int], step: int | None) -> bytes:
     """Returns what a program is told; for `runtime.compute`, as parsing may take long."""
     return resources_text(job, _committed(parse_layout(layout_json)), layout_json, nodes, step)
+
+
+def held_devices(layout_json: bytes) -> dict[NodeName, int]:
+    """Returns how many ranks each node of a committed layout has; for `runtime.compute`."""
+    return {node: len(ranks) for node, ranks in parse_layout(layout_json).nodes if ranks}
 
 
 def decide(
