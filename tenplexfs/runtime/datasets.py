@@ -29,7 +29,8 @@ __all__ = ["Datasets", "NearReader"]
 
 log = logging.getLogger(__name__)
 
-_THREADS = 8
+# The memory that they copy is what they share: more take longer together.
+_THREADS = 2
 _KEPT = 8
 _Ints = npt.NDArray[np.int64]
 

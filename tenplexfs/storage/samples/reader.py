@@ -7,6 +7,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,8 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tenplexfs.errors import CorruptError, InvalidError, NotFoundError, TenplexError
+from tenplexfs.storage.samples.gather import Gather
 
 __all__ = ["Failure", "FileRanges", "LocalReader", "RangeReader", "read_ranges"]
+
+_GATHERED_MIN = 8  # ranges
+_GATHERED_BYTES_MAX = 64 << 10  # of one of them, on average
 
 _Ints = npt.NDArray[np.int64]
 
@@ -105,15 +110,20 @@ class LocalReader:
 
     Args:
         open_files_max: How many files are kept open.
+        mapped_bytes_max: Of files that are mapped: the kernel's tables for them take up to a 500th of it.
     """
 
-    def __init__(self, *, open_files_max: int = 256) -> None:
+    def __init__(self, *, open_files_max: int = 256, mapped_bytes_max: int = 128 << 30) -> None:
         self._open_files_max = open_files_max
+        self._mapped_bytes_left = mapped_bytes_max
         self._files: OrderedDict[str, _File] = OrderedDict()
         self._lock = threading.Lock()
 
     def read(self, wanted: Sequence[FileRanges], out: memoryview) -> list[Failure]:
-        """Reads in the order given; ranges that follow each other in file and buffer are one system call."""
+        """Reads in the order given; ranges that follow each other in file and buffer are one.
+
+        Many small ones are one system call.
+        """
         failures: list[Failure] = []
         for batch, ranges in enumerate(wanted):
             try:
@@ -122,7 +132,12 @@ class LocalReader:
                 failures += [Failure(batch, number, error) for number in range(len(ranges.begin))]
                 continue
             begin, end, at, first = _joined(ranges)
-            for start, stop, offset, numbers in zip(begin, end, at, first, strict=True):
+            gather = self._gather(file) if _is_worth_it(begin, end) else None
+            if gather is not None and gather.read(begin, end - begin, at, out):
+                continue
+            for start, stop, offset, numbers in zip(
+                begin.tolist(), end.tolist(), at.tolist(), first, strict=True
+            ):
                 if file.read_into(out[offset : offset + stop - start], start):
                     failures += _one_by_one(file, ranges, numbers, batch, out)
         return failures
@@ -155,8 +170,16 @@ class LocalReader:
                 file = self._files[name] = _File(name)
             self._files.move_to_end(name)
             if len(self._files) > self._open_files_max:
-                self._files.popitem(last=False)
+                _, oldest = self._files.popitem(last=False)
+                self._mapped_bytes_left += oldest.mapped_bytes or 0
             return file
+
+    def _gather(self, file: _File) -> Gather | None:
+        with self._lock:
+            if file.mapped_bytes is None and self._files.get(file.name) is file:
+                file.map(self._mapped_bytes_left)
+                self._mapped_bytes_left -= file.mapped_bytes or 0
+        return file.gather
 
 
 class _File:
@@ -164,6 +187,8 @@ class _File:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.gather: Gather | None = None
+        self.mapped_bytes: int | None = None  # not tried yet
         self._fd = -1
         try:
             self._fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
@@ -175,6 +200,14 @@ class _File:
     def __del__(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
+
+    def map(self, bytes_max: int) -> None:
+        size = self.size()
+        self.mapped_bytes = 0
+        if 0 < size <= bytes_max:
+            with suppress(OSError):  # not every file system can
+                self.gather = Gather(self._fd, size)
+                self.mapped_bytes = size
 
     def size(self) -> int:
         return os.fstat(self._fd).st_size
@@ -192,18 +225,23 @@ class _File:
         return None
 
 
-def _joined(ranges: FileRanges) -> tuple[list[int], list[int], list[int], list[range]]:
+def _is_worth_it(begin: _Ints, end: _Ints) -> bool:
+    count = len(begin)
+    return count >= _GATHERED_MIN and int((end - begin).sum()) <= count * _GATHERED_BYTES_MAX
+
+
+def _joined(ranges: FileRanges) -> tuple[_Ints, _Ints, _Ints, list[range]]:
     """Joins ranges that follow each other in file and buffer; the last list tells which are in each."""
     count = len(ranges.begin)
     if not count:
-        return [], [], [], []
+        return ranges.begin, ranges.end, ranges.at, []
     follows = (ranges.begin[1:] == ranges.end[:-1]) & (
         ranges.at[1:] - ranges.at[:-1] == ranges.end[:-1] - ranges.begin[:-1]
     )
     heads = np.flatnonzero(np.concatenate([[True], ~follows]))
     tails = np.append(heads[1:], count)
     numbers = [range(head, tail) for head, tail in zip(heads.tolist(), tails.tolist(), strict=True)]
-    return ranges.begin[heads].tolist(), ranges.end[tails - 1].tolist(), ranges.at[heads].tolist(), numbers
+    return ranges.begin[heads], ranges.end[tails - 1], ranges.at[heads], numbers
 
 
 def _one_by_one(

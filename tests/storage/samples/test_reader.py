@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -101,4 +103,57 @@ def test_each_name_to_its_reader(tmp_path, server, objects):
     assert reader.sizes([url, path]) == [6, 5]
     assert (reader.find(path), reader.find(url)) == ([path], [url])
     assert [is_url(name) for name in ("s3://a", "/s3://a", "C:x", "./a://b")] == [True, False, False, False]
+    reader.close()
+
+
+def many(count, width, total):
+    """Begins and ends of ranges all over a file, and where they go, one after another."""
+    begin = np.random.default_rng(count).integers(0, total - width, count)
+    return np.stack([begin, begin + width], axis=1), np.arange(count) * width
+
+
+@pytest.mark.parametrize(("count", "width"), [(8, 1), (100, 5000), (1024, 300), (2500, 64)])
+def test_many_small_ranges_are_one_system_call(tmp_path, local, count, width, monkeypatch):
+    data = np.random.default_rng(1).bytes(1 << 20)
+    path = tmp_path / "x"
+    path.write_bytes(data)
+    parts, at = many(count, width, len(data))
+    out = memoryview(bytearray(count * width))
+    monkeypatch.setattr("tenplexfs.storage.samples.reader._File.read_into", None)
+    assert local.read([ranges(path, parts, at)], out) == []
+    assert bytes(out) == b"".join(data[begin:end] for begin, end in parts.tolist())
+
+
+@pytest.mark.parametrize("left", [100_000, 98_304, 0])
+def test_a_file_that_is_cut_while_it_is_mapped(tmp_path, local, left):
+    data = np.random.default_rng(1).bytes(200_000)
+    path = tmp_path / "x"
+    path.write_bytes(data)
+    parts, at = many(64, 1000, len(data))
+    out = memoryview(bytearray(64_000))
+    assert local.read([ranges(path, parts, at)], out) == []
+    with path.open("r+b") as file:
+        file.truncate(left)
+    for _ in range(2):
+        failures = local.read([ranges(path, parts, at)], out)
+        assert [failure.number for failure in failures] == np.flatnonzero(parts[:, 1] > left).tolist()
+        good = np.flatnonzero(parts[:, 1] <= left).tolist()
+        assert all(out[n * 1000 : (n + 1) * 1000] == data[parts[n, 0] : parts[n, 1]] for n in good)
+    path.write_bytes(data + data)  # longer than the map
+    parts += len(data)
+    assert local.read([ranges(path, parts, at)], out) == []
+    assert bytes(out) == b"".join((data + data)[begin:end] for begin, end in parts.tolist())
+
+
+def test_what_is_mapped_is_limited(tmp_path):
+    reader = LocalReader(open_files_max=2, mapped_bytes_max=10_000)
+    for number in range(6):
+        (tmp_path / str(number)).write_bytes(bytes([number]) * 6000)
+        parts, at = many(20, 10, 6000)
+        out = memoryview(bytearray(200))
+        for file in (number, max(number - 1, 0)):
+            assert reader.read([ranges(tmp_path / str(file), parts, at)], out) == []
+            assert bytes(out) == bytes([file]) * 200
+        maps = (Path("/proc/self/maps")).read_text()
+        assert sum(str(tmp_path) in line for line in maps.splitlines()) == 1
     reader.close()
