@@ -1,75 +1,135 @@
-"""Writing a tensor into a file that the daemon handed out: one copy, several threads for big ones."""
+"""Writing tensors into files that the daemon handed out: one copy, straight from where they are.
+
+`pwritev` takes headers, many small tensors and what is between them in one call. Into pages that are there it
+is faster than a map, too: mapping costs more than it saves, the more so with huge pages.
+"""
 
 from __future__ import annotations
 
-import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["copy_tasks", "raw_bytes"]
+from tenplexfs.client.arrays import Source
+from tenplexfs.formats.frames import ALIGNMENT
 
-Array = npt.NDArray[np.generic]
+__all__ = ["Placed", "Task", "raw_bytes", "write_tasks"]
+
+Array: TypeAlias = npt.NDArray[np.generic]
+Buffer: TypeAlias = "bytes | memoryview"
+Task: TypeAlias = Callable[[], None]
 
 _TASK_BYTES = 16 << 20
 _BLOCK_BYTES = 1 << 20
+_BUFFERS = 1000  # of one call; Linux takes 1024
+_ZEROS = bytes(ALIGNMENT)
 
 
-def copy_tasks(fd: int, offset: int, array: Array, *, recycled: bool) -> list[Callable[[], None]]:
-    """Returns what writes ``array`` in C order at ``offset`` of ``fd``, in parts that may run at once.
+class Placed(NamedTuple):
+    """A tensor, and where it goes in a file.
+
+    Attributes:
+        offset: Of the header.
+        header: What stands before the data.
+        source: The tensor, of any strides; read until it is written.
+    """
+
+    offset: int
+    header: bytes
+    source: Source
+
+
+def write_tasks(fd: int, tensors: Sequence[Placed]) -> Iterator[tuple[int, Task]]:
+    """Yields what writes ``tensors`` in C order into ``fd``, in parts that may run at once; with their bytes.
 
     Args:
         fd: Writable; stays the caller's, who closes it when all have run.
-        offset: Where the array begins in the file.
-        array: Any strides; read until all have run.
-        recycled: The file has pages already: a mapped copy is faster then, else writing is.
+        tensors: In the order of their offsets.
     """
-    if not array.nbytes:
-        return []
-    if not array.flags.c_contiguous:
-        return [lambda: _copy_strided(fd, offset, array, recycled=recycled)]
-    view = raw_bytes(array)
-    write = _copy_mapped if recycled else _copy_written
+    run: list[Placed] = []
+    size = 0
+    for placed in tensors:
+        nbytes = placed.source.nbytes
+        if nbytes >= _BLOCK_BYTES:
+            yield from _big_tasks(fd, placed)
+            continue
+        # What is between two neighbours is less than the alignment, and written with them.
+        is_next = run and placed.offset == _end(run[-1])
+        if run and (not is_next or size + nbytes > _TASK_BYTES or len(run) * 3 >= _BUFFERS - 3):
+            yield size, _run_task(fd, run)
+            run, size = [], 0
+        run.append(placed)
+        size += nbytes
+    if run:
+        yield size, _run_task(fd, run)
 
-    def task(begin: int) -> Callable[[], None]:
-        part = view[begin : begin + _TASK_BYTES]
-        return lambda: write(fd, offset + begin, part)
 
-    return [task(begin) for begin in range(0, len(view), _TASK_BYTES)]
-
-
-def raw_bytes(array: Array) -> npt.NDArray[np.uint8]:
+def raw_bytes(array: Array) -> memoryview:
     """Returns the bytes of a C-contiguous array, without a copy."""
-    return array.reshape(-1).view(np.uint8)
+    return array.reshape(-1).view(np.uint8).data
 
 
-def _copy_written(fd: int, offset: int, data: npt.NDArray[np.uint8]) -> None:
-    view, done = data.data, 0
-    while done < len(view):
-        done += os.pwrite(fd, view[done:], offset + done)
+def _end(placed: Placed) -> int:
+    """Returns where the next tensor begins that follows at once."""
+    end = placed.offset + len(placed.header) + placed.source.nbytes
+    return -(-end // ALIGNMENT) * ALIGNMENT
 
 
-def _copy_mapped(fd: int, offset: int, data: npt.NDArray[np.uint8]) -> None:
-    begin = offset - offset % mmap.ALLOCATIONGRANULARITY
-    with mmap.mmap(fd, offset + len(data) - begin, offset=begin) as mapped:
-        target = np.frombuffer(mapped, np.uint8)
-        np.copyto(target[offset - begin :], data)
-        del target  # else the map could not be closed, and the daemon would see a writer
+def _run_task(fd: int, run: Sequence[Placed]) -> Task:
+    def write() -> None:
+        buffers: list[Buffer] = []
+        for placed in run:
+            data = raw_bytes(np.ascontiguousarray(placed.source.array()))
+            buffers += (placed.header, data, _ZEROS[: -(len(placed.header) + len(data)) % ALIGNMENT])
+        _write(fd, buffers, run[0].offset)
+
+    return write
 
 
-def _copy_strided(fd: int, offset: int, array: Array, *, recycled: bool) -> None:
-    if recycled:
-        begin = offset - offset % mmap.ALLOCATIONGRANULARITY
-        with mmap.mmap(fd, offset + array.nbytes - begin, offset=begin) as mapped:
-            target = np.ndarray(array.shape, array.dtype, buffer=mapped, offset=offset - begin)
-            target[...] = array
-            del target
+def _big_tasks(fd: int, placed: Placed) -> Iterator[tuple[int, Task]]:
+    array = placed.source.array()
+    begin = placed.offset + len(placed.header)
+    if not array.flags.c_contiguous:
+        yield array.nbytes, lambda: _write_strided(fd, placed, array)
         return
+    view = raw_bytes(array)
+
+    def part(at: int) -> Task:
+        data = view[at : at + _TASK_BYTES]
+        if at:
+            return lambda: _write(fd, [data], begin + at)
+        return lambda: _write(fd, [placed.header, data], placed.offset)
+
+    for at in range(0, len(view), _TASK_BYTES):
+        yield min(_TASK_BYTES, len(view) - at), part(at)
+
+
+def _write_strided(fd: int, placed: Placed, array: Array) -> None:
+    _write(fd, [placed.header], placed.offset)
+    offset = placed.offset + len(placed.header)
     for block in _blocks(array):
-        _copy_written(fd, offset, raw_bytes(block))
+        _write(fd, [raw_bytes(block)], offset)
         offset += block.nbytes
+
+
+def _write(fd: int, buffers: Sequence[Buffer], offset: int) -> None:
+    """Writes all of ``buffers``, one after the other."""
+    while True:
+        done = os.pwritev(fd, buffers, offset)
+        offset += done
+        left = []
+        for buffer in buffers:
+            if done >= len(buffer):
+                done -= len(buffer)
+            else:
+                left.append(memoryview(buffer)[done:])
+                done = 0
+        if not left:
+            return
+        buffers = left
 
 
 def _blocks(array: Array) -> Iterator[Array]:

@@ -5,24 +5,26 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from tenplexfs.client.arrays import Source, source_of
 from tenplexfs.client.connection import Connection, Place, parse_place, patiently, socket_of
-from tenplexfs.client.copying import copy_tasks, raw_bytes
+from tenplexfs.client.copying import Placed, Task, write_tasks
 from tenplexfs.client.session import loaded_from, process_name, remember, run_name
 from tenplexfs.errors import InvalidError, TimedOutError, UnavailableError
+from tenplexfs.formats import npy
 from tenplexfs.formats.frames import MAX_FDS
 from tenplexfs.formats.structure import Flat, flatten
 
 __all__ = ["Save", "save"]
 
-_DATA_BYTES = 32 << 20
+_JOB_BYTES = 8 << 20
 _MAX_THREADS = 4
 _AHEAD = 2  # batches of descriptors that are open at the same time
 
@@ -117,7 +119,7 @@ def save(
         "snapshot": snapshot or loaded_from(place.mount, place.job),
         "process": process_name(),
         "run": run_name() if run is None else run,
-        "tensors": [[path, source.dtype, source.shape] for path, source in flat.tensors.items()],
+        **_columns(flat.tensors),
         "ties": dict(flat.ties),
         "document": flat.document,
         "consumed": consumed,
@@ -138,15 +140,20 @@ def save(
     return made
 
 
+def _columns(tensors: Mapping[str, Source]) -> dict[str, object]:
+    """Returns the tensors as ``save.begin`` wants them: paths, distinct kinds, and which is of which."""
+    kinds: dict[tuple[str, tuple[int, ...]], int] = {}
+    of = [kinds.setdefault((source.dtype, source.shape), len(kinds)) for source in tensors.values()]
+    return {"paths": list(tensors), "kinds": list(kinds), "of": np.array(of, np.uint32).tobytes()}
+
+
 def _send(place: Place, begin: Mapping[str, object], flat: Flat[Source]) -> Connection:
     """Returns the connection that holds the save, with everything copied."""
     connection = Connection(socket_of(place.mount))
     try:
         begun = connection.ask("save.begin", **begin)
         remember(place.mount, place.job, begun["base"])
-        sources = list(flat.tensors.values())
-        _write_files(connection, begun["save"], [sources[i] for i in begun["files"]])
-        _send_data(connection, begun["save"], [(i, sources[i]) for i in begun["data"]])
+        _write_files(connection, begun["save"], _placed(flat, begun))
         connection.ask("save.seal", save=begun["save"])
     except BaseException:
         connection.close()
@@ -200,24 +207,52 @@ def _committed(place: Place, begin: Mapping[str, object]) -> str | None:
     return None if found is None else str(found)
 
 
-def _write_files(connection: Connection, name: int, sources: Sequence[Source]) -> None:
-    """Writes ``sources`` into the files that the daemon hands out, some at a time."""
-    if not sources:
-        return
+def _placed(flat: Flat[Source], begun: Mapping[str, Any]) -> list[list[Placed]]:
+    """Returns for each file what goes into it, in the order of the offsets."""
+    files: list[list[Placed]] = [[] for _ in range(begun["files"])]
+    places = np.frombuffer(begun["places"], np.int64).reshape(-1, 2).tolist()
+    for (file, offset), source in zip(places, flat.tensors.values(), strict=True):
+        if file >= 0:
+            files[file].append(Placed(offset, npy.header(source.shape, source.dtype), source))
+    for each in files:
+        each.sort(key=lambda placed: placed.offset)
+    return files
+
+
+def _write_files(connection: Connection, name: int, files: Sequence[Sequence[Placed]]) -> None:
+    """Writes into the files that the daemon hands out, some at a time."""
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(threads, thread_name_prefix="tenplexfs-copy") as pool, ExitStack() as stack:
         batches: deque[tuple[list[int], list[Future[None]]]] = deque()
-        for first in range(0, len(sources), MAX_FDS):
-            batch = sources[first : first + MAX_FDS]
-            answer, fds = connection.ask_fds("save.files", save=name, first=first, count=len(batch))
+        for first in range(0, len(files), MAX_FDS):
+            batch = files[first : first + MAX_FDS]
+            _, fds = connection.ask_fds("save.files", save=name, first=first, count=len(batch))
             futures: list[Future[None]] = []
             batches.append((fds, futures))
             stack.callback(_end_batch, fds, futures)
-            for source, fd, (offset, recycled) in zip(batch, fds, answer["files"], strict=True):
-                tasks = copy_tasks(fd, offset, source.array(), recycled=recycled)
-                futures.extend(map(pool.submit, tasks))
+            tasks = chain.from_iterable(map(write_tasks, fds, batch))
+            futures.extend(pool.submit(_run, job) for job in _jobs(tasks))
             while len(batches) >= _AHEAD:
                 _end_batch(*batches.popleft())
+
+
+def _jobs(tasks: Iterable[tuple[int, Task]]) -> Iterator[list[Task]]:
+    """Yields tasks together that are worth a thread's while."""
+    job: list[Task] = []
+    size = 0
+    for nbytes, task in tasks:
+        job.append(task)
+        size += nbytes
+        if size >= _JOB_BYTES:
+            yield job
+            job, size = [], 0
+    if job:
+        yield job
+
+
+def _run(job: Sequence[Task]) -> None:
+    for task in job:
+        task()
 
 
 def _end_batch(fds: list[int], futures: list[Future[None]]) -> None:
@@ -229,24 +264,3 @@ def _end_batch(fds: list[int], futures: list[Future[None]]) -> None:
     futures.clear()
     if failures:
         raise failures[0]
-
-
-def _send_data(connection: Connection, name: int, sources: Sequence[tuple[int, Source]]) -> None:
-    """Sends small tensors as bytes, many in a frame."""
-    items: list[Any] = []
-    size = 0
-
-    def flush() -> None:
-        nonlocal size
-        if items:
-            connection.ask("save.data", save=name, items=items)
-            items.clear()
-            size = 0
-
-    for index, source in sources:
-        array = np.ascontiguousarray(source.array())
-        if size + array.nbytes > _DATA_BYTES:
-            flush()
-        items.append([index, raw_bytes(array).tobytes()])
-        size += array.nbytes
-    flush()

@@ -135,6 +135,8 @@ class Clients:
                 f"job {request.job}: no such job, and other nodes are known; `tenplexfs job create` says "
                 "which node has which rank"
             )
-        tensors = {path: (shape, dtype) for path, dtype, shape in request.tensors}
+        given = request.tensors
+        kinds = [(shape, dtype) for dtype, shape in given.kinds]
+        tensors = {path: kinds[kind] for path, kind in zip(given.paths, given.of, strict=True)}
         layout = await self._compute(layout_of_only_rank, tensors, self._config.node)
         await self._coordinator.create(request.job, layout, b"{}")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import trio
 
@@ -11,8 +10,8 @@ from tenplexfs.core.ptc import PTC
 from tenplexfs.core.snapshot import Head, JobName, SnapshotId
 from tenplexfs.errors import TenplexError
 from tenplexfs.formats.values import Values
-from tenplexfs.runtime.save_parts import Sums
-from tenplexfs.storage.store import Key, SaveIngest
+from tenplexfs.runtime.save_parts import RankPlan, Sums, Tensors
+from tenplexfs.storage.store import RankFiles, SaveIngest
 
 __all__ = ["Attempt", "Base", "RankSave", "SavePart", "SaveRequest"]
 
@@ -37,10 +36,9 @@ class SaveRequest:
 
     Attributes:
         snapshot: What it was loaded from, or None.
-        process: Names the process, for good.
+        process: Names the process, and which of its tries this is, for good.
         run: What the ranks of one run have in common.
-        tensors: Path, dtype and local shape of each.
-        ties: Path -> path of the one with the same storage.
+        tensors: All of them.
         document: The structure and all values.
     """
 
@@ -50,8 +48,7 @@ class SaveRequest:
     snapshot: str | None
     process: str
     run: str
-    tensors: Sequence[tuple[str, str, tuple[int, ...]]]
-    ties: Mapping[str, str]
+    tensors: Tensors
     document: bytes
     consumed: int | None
 
@@ -69,22 +66,19 @@ class SavePart:
     sums: Sums
 
 
-@dataclass
+@dataclass(eq=False)
 class RankSave:
     """What one rank saves.
 
     Attributes:
-        keys: Of each tensor, or None where it is tied with another.
-        files, data: Indices of the tensors that are written into files, and that come as bytes.
+        plan: Where its tensors go.
+        files: Theirs, once there is room.
     """
 
     attempt: Attempt
     request: SaveRequest
-    keys: list[Key | None]
-    files: list[int] = field(default_factory=list)
-    data: list[int] = field(default_factory=list)
-    received: set[int] = field(default_factory=set)
-    sums: dict[Key, tuple[int, ...]] = field(default_factory=dict)
+    plan: RankPlan
+    files: RankFiles | None = None
     is_sealed: bool = False
 
 

@@ -13,6 +13,7 @@ from functools import partial
 
 import trio
 
+from tenplexfs.core.ptc import PTC
 from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId, parse_snapshot
 from tenplexfs.errors import (
     ConflictError,
@@ -25,15 +26,15 @@ from tenplexfs.formats.values import Values
 from tenplexfs.runtime.attempts import Attempt, Base, RankSave, SavePart, SaveRequest
 from tenplexfs.runtime.orders import StageOrder
 from tenplexfs.runtime.past import job_memory_bytes
-from tenplexfs.runtime.save_parts import check_tensors, join_replicas, key_of
+from tenplexfs.runtime.save_parts import RankPlan, join_replicas, plan_rank
 from tenplexfs.runtime.tasks import run_all
-from tenplexfs.storage.store import Key, Store, Wanted
+from tenplexfs.storage.store import RankFiles, Store
 
 __all__ = ["Saves"]
 
 log = logging.getLogger(__name__)
 
-_WRITER_TRIES_S = (0.0, 0.01, 0.05, 0.2)
+_WRITER_TRIES_S = (0.01, 0.05, 0.2)
 _SUM_TASKS = 2
 
 
@@ -63,6 +64,7 @@ class Saves:
         self._clock_ns = clock_ns
         self._attempts: dict[tuple[JobName, int], Attempt] = {}
         self._generations: dict[JobName, int] = {}
+        self._plans: dict[tuple[JobName, int], RankPlan] = {}
 
     # What training processes do.
 
@@ -74,37 +76,44 @@ class Saves:
             PreconditionError, ConflictError: The job is not what the rank thinks.
             NoRoomError: The store is full; the whole step is given up.
         """
-        base = self._base(request.job)
-        if base is None:
-            raise NotFoundError(f"job {request.job}: no such job; `tenplexfs job create` makes it")
-        self._check_base(base, request)
-        check_tensors(base.ptc, request)
+        base = self._checked_base(request)
+        plan = await self._plan(base.ptc, request)
+        while (now := self._checked_base(request)).head != base.head:  # it went on meanwhile
+            base, plan = now, await self._plan(now.ptc, request)
         attempt = self._attempt(base, request)
-        rank = RankSave(attempt, request, [key_of(base.ptc, request, path) for path, _, _ in request.tensors])
-        attempt.ranks[request.rank] = rank
-        wanted: dict[Key, list[Key]] = {}
-        for own, (path, _, _) in zip(rank.keys, request.tensors, strict=True):
-            first = own if own is not None else (request.rank, request.ties[path])
-            wanted.setdefault(first, []).append((request.rank, path))
-        kinds = {path: (shape, dtype) for path, dtype, shape in request.tensors}
-        rooms = [Wanted(tuple(keys), *kinds[key[1]]) for key, keys in wanted.items()]
+        rank = attempt.ranks[request.rank] = RankSave(attempt, request, plan)
         try:
             attempt.check()
             attempt.reserving_count += 1
             try:
-                await trio.to_thread.run_sync(partial(attempt.ingest.reserve, rooms, recycle=True))
+                rank.files = await trio.to_thread.run_sync(attempt.ingest.reserve, plan.arrangement)
             finally:
                 attempt.reserving_count -= 1
                 attempt.touch()
         except TenplexError as error:
             await self.fail(attempt, error)
             raise
-        for i, key in enumerate(rank.keys):
-            if key is not None:
-                (rank.files if attempt.ingest.in_file(key) else rank.data).append(i)
         return rank
 
-    def _check_base(self, base: Base, request: SaveRequest) -> None:
+    async def _plan(self, ptc: PTC, request: SaveRequest) -> RankPlan:
+        """Returns where the tensors go; a rank saves the same ones again and again."""
+        where = request.job, request.rank
+        known = self._plans.get(where)
+        tensors = request.tensors
+
+        def find() -> RankPlan:
+            if known is not None and known.fits(ptc, request.rank, tensors):
+                return known
+            return plan_rank(ptc, request.job, request.rank, tensors)
+
+        found = self._plans[where] = await trio.to_thread.run_sync(find)
+        return found
+
+    def _checked_base(self, request: SaveRequest) -> Base:
+        """Returns what the job is now, if that is what the rank thinks."""
+        base = self._base(request.job)
+        if base is None:
+            raise NotFoundError(f"job {request.job}: no such job; `tenplexfs job create` makes it")
         head, job = base.head.snapshot, request.job
         if not 0 <= request.rank < base.ptc.world_size:
             raise InvalidError(f"job {job}: no rank {request.rank}: it has {base.ptc.world_size}")
@@ -126,6 +135,7 @@ class Saves:
                 )
         if head.step is not None and request.step <= head.step:
             raise PreconditionError(f"job {job}: step {request.step}: is at step {head.step} already")
+        return base
 
     def _attempt(self, base: Base, request: SaveRequest) -> Attempt:
         where = request.job, request.step
@@ -156,40 +166,23 @@ class Saves:
         name = f"save\0{job}\0{generation}\0{step}\0{run}"
         return TxId(hashlib.blake2b(name.encode(), digest_size=8).hexdigest())
 
-    def receive_all(self, rank: RankSave, items: Sequence[tuple[int, bytes]]) -> None:
-        """Takes small tensors. May be called in a worker thread.
-
-        Raises:
-            InvalidError: One is not of the size that it should be.
-        """
-        rank.attempt.check()
-        known = set(rank.data)
-        for index, data in items:
-            key = rank.keys[index] if index in known else None
-            if key is None:
-                raise InvalidError(f"save: tensor {index} does not come as bytes")
-            array = rank.attempt.ingest.array(key)
-            if len(data) != array.nbytes:
-                raise InvalidError(f"save: {key[1]}: {len(data)} bytes, need {array.nbytes}")
-            rank.attempt.ingest.pwrite(key, 0, data)
-            rank.received.add(index)
-
     async def seal(self, rank: RankSave) -> None:
         """Takes a rank's part as it is now; returns when nothing of it can change any more.
 
         Raises:
             InvalidError: Something has not been written.
         """
-        attempt = rank.attempt
+        attempt, files = rank.attempt, rank.files
         attempt.check()
-        missing = [rank.request.tensors[i][0] for i in rank.data if i not in rank.received]
+        assert files is not None
+        missing = len(files.names) - len(files.handed)
         if missing:
-            raise InvalidError(f"save: {len(missing)} tensors never came: {', '.join(missing[:5])}")
+            raise InvalidError(f"save: {missing} files of {len(files.names)} were never asked for")
+        numbers = range(len(files.names))
         try:
-            await self._settle(attempt, [key for i in rank.files if (key := rank.keys[i]) is not None])
-            keys = [key for key in rank.keys if key is not None]
-            parts = [keys[i::_SUM_TASKS] for i in range(_SUM_TASKS)]
-            await run_all([partial(self._sum, rank, part) for part in parts])
+            await run_all(
+                [partial(self._close, attempt, files, numbers[i::_SUM_TASKS]) for i in range(_SUM_TASKS)]
+            )
         except TenplexError as error:
             await self.fail(attempt, error)
             raise
@@ -197,26 +190,33 @@ class Saves:
         rank.is_sealed = True
         await self._finish(attempt)
 
-    async def _settle(self, attempt: Attempt, keys: list[Key]) -> None:
+    async def _close(self, attempt: Attempt, files: RankFiles, numbers: Sequence[int]) -> None:
+        """Takes files back from their client, and sums up what is in them."""
+        ingest = attempt.ingest
+
+        def close() -> list[int]:
+            late = ingest.settle(files, numbers)
+            ingest.finish(files, [n for n in numbers if n not in late] if late else numbers)
+            return late
+
+        try:
+            late = await trio.to_thread.run_sync(close)
+        except FileNotFoundError:
+            attempt.check()  # it was given up meanwhile
+            raise
         for pause_s in _WRITER_TRIES_S:
-            await trio.sleep(pause_s)
-            keys = await trio.to_thread.run_sync(attempt.ingest.settle, keys)
-            if not keys:
+            if not late:
                 return
+            await trio.sleep(pause_s)
+            last, late = late, await trio.to_thread.run_sync(ingest.settle, files, late)
+            await trio.to_thread.run_sync(ingest.finish, files, [n for n in last if n not in late])
         # Somebody was forked in the middle of it, or does not close: what is there now is copied away.
         log.warning(
-            "job %s: %d files of %s have other writers; copying", attempt.job, len(keys), attempt.snapshot
+            "job %s: %d files of %s have other writers; copying", attempt.job, len(late), attempt.snapshot
         )
-        for key in keys:
-            await trio.to_thread.run_sync(attempt.ingest.copy_out, key)
-
-    async def _sum(self, rank: RankSave, keys: Sequence[Key]) -> None:
-        ptc, ingest = rank.attempt.base.ptc, rank.attempt.ingest
-
-        def run() -> dict[Key, tuple[int, ...]]:
-            return {key: ingest.finish(key, ptc.shard(*key)) for key in keys}
-
-        rank.sums.update(await trio.to_thread.run_sync(run))
+        for number in late:
+            await trio.to_thread.run_sync(ingest.copy_out, files, number)
+        await trio.to_thread.run_sync(ingest.finish, files, late)
 
     async def _finish(self, attempt: Attempt) -> None:
         here = attempt.base.ptc.nodes.get(self._node, ())
@@ -224,10 +224,10 @@ class Saves:
             rank in attempt.ranks and attempt.ranks[rank].is_sealed for rank in here
         ):
             return
-        sums = {key: sums for rank in attempt.ranks.values() for key, sums in rank.sums.items()}
+        ranks = [(each.plan, each.files) for each in attempt.ranks.values() if each.files is not None]
         try:
             async with attempt.lock:
-                known = await trio.to_thread.run_sync(join_replicas, attempt.base.ptc, attempt.ingest, sums)
+                known = await trio.to_thread.run_sync(join_replicas, attempt.ingest, ranks)
         except TenplexError as error:
             await self.fail(attempt, error)
             raise
@@ -337,14 +337,9 @@ class Saves:
         if attempt.is_promised:
             return
         attempt.is_promised = True
-        ptc, known = attempt.base.ptc, {}
-        shards = {}
-        for rank in attempt.ranks.values():
-            for key, sums in rank.sums.items():
-                known[key], shards[key] = sums, ptc.shard(*key)
         attempt.ingest.set_values(order.values, order.settings_json)
         try:
-            await trio.to_thread.run_sync(partial(attempt.ingest.seal, shards, sums=known))
+            await trio.to_thread.run_sync(attempt.ingest.seal)
         except TenplexError as error:
             attempt.is_promised = False
             await self.fail(attempt, error)
@@ -369,6 +364,8 @@ class Saves:
         generation = head.snapshot.generation if head is not None else 0
         if self._generations.get(job, generation) != generation:  # other ranks have other sizes
             self._nursery.start_soon(trio.to_thread.run_sync, self._store.free_spares)
+            for where in [each for each in self._plans if each[0] == job]:
+                del self._plans[where]
         self._generations[job] = generation
         for where, attempt in list(self._attempts.items()):
             if attempt.job != job:

@@ -64,7 +64,6 @@ class FileTable:
         self._lingering: list[tuple[int, int]] = []  # unlinked, and held by other processes: size, descriptor
         self._spares: dict[tuple[str, int], list[str]] = {}  # nobody's: kind and exact size -> names
         self._spare_bytes = 0
-        self._recycled: set[str] = set()
 
     def adopt(self, wanted: Mapping[str, int]) -> None:
         """Takes over the files of an earlier owner: ``wanted`` says which, and the least size of each.
@@ -98,7 +97,7 @@ class FileTable:
 
         Args:
             wanted: Of each, "objects" or "segments", and its bytes.
-            recycle: Files may hold what spare ones held, and cost no new pages; `is_recycled` tells.
+            recycle: Files may hold what spare ones held, and cost no new pages.
 
         Raises:
             NoRoomError: They would pass the limit, or the file system is full.
@@ -116,7 +115,6 @@ class FileTable:
             for name, (_, size) in zip(names, wanted, strict=True):
                 self._bytes[name] = _pages(size)
             self._names.update(names)
-            self._recycled.update(names[i] for i in spares)
         try:
             for i, (name, (_, size)) in enumerate(zip(names, wanted, strict=True)):
                 if i in spares:
@@ -154,10 +152,6 @@ class FileTable:
         with self._lock:
             self._used()
             return {os.fstat(fd).st_ino for _, fd in self._lingering}
-
-    def is_recycled(self, name: str) -> bool:
-        """Returns whether the file held something else before, and has its pages already."""
-        return name in self._recycled
 
     def free_spares(self) -> None:
         """Unlinks the files that are kept for the next save."""
@@ -222,7 +216,6 @@ class FileTable:
                 if self._names[name] <= 0:
                     del self._names[name]
                     dead[name] = self._bytes.pop(name)
-                    self._recycled.discard(name)
             self._dying_bytes += sum(dead.values())
         ends = {name: self._end(name, recycle=recycle) for name in dead}  # freeing gigabytes takes its time
         with self._lock:

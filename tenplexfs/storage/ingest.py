@@ -25,7 +25,7 @@ from tenplexfs.storage.sums import as_bytes, box_sums, byte_blocks, piece_boxes
 if TYPE_CHECKING:
     from tenplexfs.core.ptc import Shard
 
-__all__ = ["Ingest", "Key", "Wanted"]
+__all__ = ["Ingest", "Key", "Wanted", "lay_out"]
 
 Key = tuple[int, str]
 """A rank and a canonical tensor path."""
@@ -97,12 +97,8 @@ class Ingest:
     ) -> None:
         self.drop()
 
-    def reserve(self, wanted: Sequence[Wanted], *, recycle: bool = False) -> None:
+    def reserve(self, wanted: Sequence[Wanted]) -> None:
         """Takes the room for ``wanted``, filled with zeros.
-
-        Args:
-            wanted: Arrays.
-            recycle: Every element will be written, so that files that held something else will do.
 
         Cost: The file system zeroes the pages; no system call for each small array.
 
@@ -113,9 +109,9 @@ class Ingest:
         self._check_open()
         self._directory.check_open()
         self._check_new(key for one in wanted for key in one.keys)
-        sizes, places = _lay_out(wanted)
+        sizes, places = lay_out(wanted)
         self._check_room(sum(size for _, size in sizes), self._held)
-        names = self._files.allocate(sizes, recycle=recycle)
+        names = self._files.allocate(sizes)
         self._held.update(names)
         self._fresh += names
         for one, (file, offset) in zip(wanted, places, strict=True):
@@ -321,7 +317,7 @@ class Ingest:
             os.close(fd)
 
 
-def _lay_out(wanted: Sequence[Wanted]) -> tuple[list[tuple[str, int]], list[tuple[int, int]]]:
+def lay_out(wanted: Sequence[Wanted]) -> tuple[list[tuple[str, int]], list[tuple[int, int]]]:
     """Returns the (kind, size) of the files, and for each wanted array its file and offset."""
     sizes: list[tuple[str, int]] = []
     places: list[tuple[int, int]] = []

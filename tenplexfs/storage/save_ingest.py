@@ -1,120 +1,191 @@
-"""The way into a store for training processes, which write into its files themselves."""
+"""The way into a store for training processes, which write into its files themselves, headers and all.
+
+A file is theirs from `hand_out` to `settle`, which proves that nobody can write it any more. Only then
+`finish` looks at it: the headers must be those that were arranged, and what the sums say is what stays.
+"""
 
 from __future__ import annotations
 
+import mmap
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
-from tenplexfs.errors import InvalidError
-from tenplexfs.storage.directory import OBJECTS
+import numpy as np
+import xxhash
+
+from tenplexfs.core.dtypes import dtype_of
+from tenplexfs.errors import ExistsError, InvalidError, PreconditionError
+from tenplexfs.formats.manifest import ArrayRef, StoredSnapshot
+from tenplexfs.storage.arrangement import Arrangement, Slot
+from tenplexfs.storage.directory import OBJECTS, SEGMENTS, Directory
+from tenplexfs.storage.files import FileTable
 from tenplexfs.storage.holders import has_writer
-from tenplexfs.storage.ingest import Ingest, Key
+from tenplexfs.storage.ingest import Key
+from tenplexfs.storage.sums import box_sums
 
-if TYPE_CHECKING:
-    from tenplexfs.core.ptc import Shard
+__all__ = ["RankFiles", "SaveIngest"]
 
-__all__ = ["HandedOut", "SaveIngest"]
+_BLOCK_BYTES = 1 << 20
 
 
-class HandedOut(NamedTuple):
-    """A file that a client writes an array into.
+@dataclass(eq=False)
+class RankFiles:
+    """The files of one rank of a save.
 
     Attributes:
-        fd: Of the caller, who closes it.
-        offset: Where the array begins.
-        recycled: It has its pages already.
+        arrangement: What is in them.
+        names: Of the files, relative to the store.
+        handed: Numbers of those that a client was given.
+        sums: Slot -> the sums of its pieces, once they are known.
+        instead: Slot -> the rank and slot whose equal array is kept for it.
     """
 
-    fd: int
-    offset: int
-    recycled: bool
+    arrangement: Arrangement
+    names: list[str]
+    handed: set[int] = field(default_factory=set)
+    sums: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    instead: dict[int, tuple[RankFiles, int]] = field(default_factory=dict)
 
 
-class SaveIngest(Ingest):
-    """An ingest whose big arrays are files that are handed out.
+class SaveIngest:
+    """A snapshot that is being saved; a `Store` makes it.
 
-    `settle` and `sums` may be called by several threads, each for keys of its own.
+    Until `seal` answers nothing of it is in the manifest. `reserve`, `hand_out`, `settle` and `finish` may be
+    called by several threads, each for files of its own; the other methods by one.
     """
 
-    def in_file(self, key: Key) -> bool:
-        """Returns whether the array has a file of its own, else it comes as bytes."""
-        return self._writable(key).file.startswith(OBJECTS)
+    def __init__(
+        self,
+        snapshot: StoredSnapshot,
+        *,
+        directory: Directory,
+        files: FileTable,
+        publish: Callable[[StoredSnapshot, frozenset[str]], None],
+        check_room: Callable[[int, Iterable[str]], None],
+    ) -> None:
+        self._snapshot = snapshot
+        self._directory = directory
+        self._files = files
+        self._publish = publish
+        self._check_room = check_room
+        self._parts: list[RankFiles] = []
+        self._held: set[str] = set()
+        self._lock = threading.Lock()
+        self._open = True
 
-    def hand_out(self, key: Key) -> HandedOut:
-        """Opens the file of an array for whoever fills it."""
-        ref = self._writable(key)
-        fd = os.open(self._directory.path / ref.file, os.O_RDWR | os.O_CLOEXEC)
-        return HandedOut(fd, ref.offset + ref.header_bytes, self._files.is_recycled(ref.file))
+    def reserve(self, arrangement: Arrangement) -> RankFiles:
+        """Takes the files of a rank, of any content: every byte that counts will be written.
 
-    def settle(self, keys: Sequence[Key]) -> list[Key]:
-        """Makes the files of ``keys`` unwritable; returns those that somebody can still write into."""
+        Raises:
+            NoRoomError: There is no room; the message has the numbers. Nothing was taken.
+            ExistsError: A rank of the same keys is there already.
+        """
+        self._check_open()
+        self._directory.check_open()
+        self._check_room(sum(size for _, size in arrangement.sizes), self._held)
+        names = self._files.allocate(arrangement.sizes, recycle=True)
+        made = RankFiles(arrangement, names)
+        with self._lock:
+            self._held.update(names)
+            self._parts.append(made)
+        return made
+
+    def hand_out(self, part: RankFiles, numbers: Sequence[int]) -> list[int]:
+        """Opens files for whoever fills them, and closes the descriptors."""
+        self._check_open()
+        fds: list[int] = []
+        try:
+            for number in numbers:
+                path = self._directory.path / part.names[number]
+                fds.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        part.handed.update(numbers)
+        return fds
+
+    def settle(self, part: RankFiles, numbers: Iterable[int]) -> list[int]:
+        """Makes files unwritable; returns those that somebody can still write into."""
+        self._check_open()
         late = []
-        for key in keys:
-            path = self._directory.path / self._writable(key).file
+        for number in numbers:
+            path = self._directory.path / part.names[number]
             path.chmod(0o400)
             if has_writer(path):
-                late.append(key)
+                late.append(number)
         return late
 
-    def copy_out(self, key: Key) -> None:
-        """Puts an array into a file that nobody else has ever had.
+    def copy_out(self, part: RankFiles, number: int) -> None:
+        """Puts what a file holds into one that nobody else has ever had.
 
         Raises:
             NoRoomError: There is no room for it twice.
         """
-        ref = self._writable(key)
-        (name,) = self._files.allocate([(OBJECTS, ref.header_bytes + ref.nbytes)])
+        self._check_open()
+        old = part.names[number]
+        (name,) = self._files.allocate([part.arrangement.sizes[number]])
         root = self._directory.path
-        with (root / ref.file).open("rb") as source, (root / name).open("r+b") as target:
-            while os.sendfile(target.fileno(), source.fileno(), None, 1 << 30):
-                pass
         with self._lock:
             self._held.add(name)
-            self._fresh.append(name)
-            old = self._slots[key]
-            new = replace(old, ref=replace(ref, file=name))
-            self._slots.update({other: new for other, slot in self._slots.items() if slot is old})
-        self._forget(ref.file)
+        with (root / old).open("rb") as source, (root / name).open("r+b") as target:
+            while os.sendfile(target.fileno(), source.fileno(), None, 1 << 30):
+                pass
+        (root / name).chmod(0o400)
+        part.names[number] = name
+        self._forget(old)
 
-    def finish(self, key: Key, shard: Shard) -> tuple[int, ...]:
-        """Zeroes the padding of an array that is written, and returns the sums of its pieces."""
-        ref = self._writable(key)
-        if shard.padding:
-            path = self._directory.path / ref.file
-            path.chmod(0o600)
-            array = self.array(key)
-            for box in shard.padding:
-                within = array if box.ndim == array.ndim else array.reshape(-1)
-                within[box.as_slices()] = 0
-            if ref.file.startswith(OBJECTS):
-                del array, within
-                self._maps.pop(ref.file, None)
-            path.chmod(0o400 if ref.file.startswith(OBJECTS) else 0o600)
-        return self._sums(ref, self._boxes_of(shard))
+    def finish(self, part: RankFiles, numbers: Iterable[int]) -> None:
+        """Checks the headers of files that are settled, zeroes their padding, and sums up their pieces.
 
-    def join(self, groups: Iterable[Sequence[Key]]) -> None:
-        """Keeps the array of the first key of each group for the others too, whose own are given back.
+        Raises:
+            InvalidError: A header is not what it must be: it was not written, or something else was.
+
+        Cost: Reads every byte once; about 2 us an array.
+        """
+        self._check_open()
+        block = bytearray(_BLOCK_BYTES)
+        for number in numbers:
+            slots = [(i, part.arrangement.slots[i]) for i in part.arrangement.in_file[number]]
+            path = self._directory.path / part.names[number]
+            if any(slot.padding for _, slot in slots):
+                _zero_padding(path, [slot for _, slot in slots])
+            if len(slots) == 1 and slots[0][1].is_whole:
+                (i, slot) = slots[0]
+                part.sums[i] = (_file_sum(path, slot, block),)
+            else:
+                part.sums.update(_map_sums(path, slots))
+
+    def join(self, groups: Iterable[Sequence[tuple[RankFiles, int]]]) -> None:
+        """Keeps the first of each group of equal arrays for all; files without any are given back.
+
+        Args:
+            groups: Rank and slot of each.
 
         Raises:
             InvalidError: They differ in shape or type.
         """
-        with self._lock:
-            keys_of: dict[int, list[Key]] = {}
-            for key, slot in self._slots.items():
-                keys_of.setdefault(id(slot), []).append(key)
-            for first, *others in groups:
-                slot = self._slots[first]
-                for key in others:
-                    old = self._slots[key]
-                    if (old.ref.shape, old.ref.dtype) != (slot.ref.shape, slot.ref.dtype):
-                        raise InvalidError(
-                            f"rank {key[0]}, {key[1]}: {old.ref.shape}, rank {first[0]} has {slot.ref.shape}"
-                        )
-                    if old is not slot:
-                        self._slots.update(dict.fromkeys(keys_of[id(old)], slot))
-        used = {slot.ref.file for slot in self._slots.values()}
+        for first, *others in groups:
+            kept, at = _kept(*first)
+            slot = kept.arrangement.slots[at]
+            for each in others:
+                part, i = _kept(*each)
+                other = part.arrangement.slots[i]
+                if (other.shape, other.dtype) != (slot.shape, slot.dtype):
+                    rank, path = other.keys[0]
+                    raise InvalidError(
+                        f"rank {rank}, {path}: {other.shape}, rank {slot.keys[0][0]} has {slot.shape}"
+                    )
+                if (part, i) != (kept, at):
+                    part.instead[i] = kept, at
+        used = {
+            part.names[file]
+            for part in self._parts
+            for file, numbers in enumerate(part.arrangement.in_file)
+            if not all(i in part.instead for i in numbers)
+        }
         for name in self._held - used:
             self._forget(name)
 
@@ -122,16 +193,144 @@ class SaveIngest(Ingest):
         """Says what the ranks hold beside tensors, and the settings, where a save may say how far data is."""
         self._snapshot = replace(self._snapshot, values=values, settings_json=settings_json)
 
+    def seal(self) -> StoredSnapshot:
+        """Writes the snapshot into the manifest as staged. Every file is settled and finished.
+
+        Raises:
+            ExistsError: The store has the snapshot, or two ranks have the same key.
+            NoRoomError: No room for the manifest.
+        """
+        self._check_open()
+        self._directory.check_open()
+        refs = [
+            {
+                i: ArrayRef(
+                    part.names[slot.file],
+                    slot.offset,
+                    len(slot.header),
+                    slot.nbytes,
+                    slot.shape,
+                    slot.dtype,
+                    part.sums[i],
+                    slot.boxes,
+                )
+                for i, slot in enumerate(part.arrangement.slots)
+                if i not in part.instead
+            }
+            for part in self._parts
+        ]
+        where = {id(part): number for number, part in enumerate(self._parts)}
+        arrays: dict[Key, ArrayRef] = {}
+        count = 0
+        for part, own in zip(self._parts, refs, strict=True):
+            for i, slot in enumerate(part.arrangement.slots):
+                kept, at = _kept(part, i)
+                ref = own[i] if kept is part and at == i else refs[where[id(kept)]][at]
+                for key in slot.keys:
+                    arrays[key] = ref
+                count += len(slot.keys)
+        if len(arrays) != count:
+            raise ExistsError(f"job {self._snapshot.job}, {self._snapshot.id}: a rank is there twice")
+        if self._held and not self._directory.in_memory:
+            for name in (*self._held, OBJECTS, SEGMENTS):
+                self._directory.sync(name)
+        stored = replace(self._snapshot, arrays=arrays)
+        self._publish(stored, frozenset(self._held))
+        self._open = False
+        return stored
+
     def drop(self) -> None:
         """Gives back everything, unless it is sealed; what no client has is kept for the next save."""
         if self._open:
             self._open = False
-            self._maps.clear()
             self._files.let_go(self._held, recycle=True)
 
     def _forget(self, name: str) -> None:
         with self._lock:
             self._held.discard(name)
-            self._fresh.remove(name)
-            self._maps.pop(name, None)
         self._files.let_go([name], recycle=True)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise PreconditionError(
+                f"job {self._snapshot.job}, {self._snapshot.id}: sealed or dropped already"
+            )
+
+
+def _kept(part: RankFiles, number: int) -> tuple[RankFiles, int]:
+    """Returns the rank and slot whose array is kept for a slot."""
+    while (other := part.instead.get(number)) is not None:
+        part, number = other
+    return part, number
+
+
+def _zero_padding(path: os.PathLike[str], slots: Sequence[Slot]) -> None:
+    """Zeroes the padding of arrays in a file that nobody else can write into."""
+    fd = -1
+    os.chmod(path, 0o600)  # noqa: PTH101
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        with mmap.mmap(fd, 0) as mapped:
+            for slot in slots:
+                if slot.padding:
+                    _zero(mapped, slot)
+    finally:
+        if fd >= 0:
+            os.close(fd)
+        os.chmod(path, 0o400)  # noqa: PTH101
+
+
+def _zero(mapped: mmap.mmap, slot: Slot) -> None:
+    begin = slot.offset + len(slot.header)
+    array = np.ndarray(slot.shape, dtype_of(slot.dtype), buffer=mapped, offset=begin)
+    for box in slot.padding:
+        within = array if box.ndim == array.ndim else array.reshape(-1)
+        within[box.as_slices()] = 0
+
+
+def _file_sum(path: os.PathLike[str], slot: Slot, block: bytearray) -> int:
+    """Returns the sum of an array that is one piece, and has the file for itself.
+
+    Cost: Read into one buffer, again and again, which takes half the time of mapping the file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        header = os.pread(fd, len(slot.header), 0)
+        _check_header(slot, header)
+        state = xxhash.xxh3_64()
+        at, end = len(header), len(header) + slot.nbytes
+        with memoryview(block) as view:
+            while at < end:
+                got = os.preadv(fd, [view[: end - at]], at)
+                if not got:
+                    raise InvalidError(f"save: {slot.keys[0][1]}: its file ends at byte {at} of {end}")
+                state.update(view[:got])
+                at += got
+        return state.intdigest()
+    finally:
+        os.close(fd)
+
+
+def _map_sums(path: os.PathLike[str], slots: Sequence[tuple[int, Slot]]) -> dict[int, tuple[int, ...]]:
+    """Returns the sums of arrays that share a file, or that are more than one piece."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        mapped = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+    finally:
+        os.close(fd)
+    with mapped, memoryview(mapped) as view:
+        return {i: _slot_sums(mapped, view, slot) for i, slot in slots}
+
+
+def _slot_sums(mapped: mmap.mmap, view: memoryview, slot: Slot) -> tuple[int, ...]:
+    begin = slot.offset + len(slot.header)
+    _check_header(slot, mapped[slot.offset : begin])
+    if slot.is_whole:
+        return (xxhash.xxh3_64_intdigest(view[begin : begin + slot.nbytes]),)
+    return box_sums(np.ndarray(slot.shape, dtype_of(slot.dtype), buffer=mapped, offset=begin), slot.boxes)
+
+
+def _check_header(slot: Slot, found: bytes) -> None:
+    if found != slot.header:
+        rank, path = slot.keys[0]
+        raise InvalidError(f"save: rank {rank}, {path}: never came: no header of it is in its file")

@@ -29,13 +29,14 @@ from tenplexfs.storage.arrays import Mismatch, SnapshotArrays, mismatches
 from tenplexfs.storage.directory import Directory
 from tenplexfs.storage.files import FileTable, Pressure
 from tenplexfs.storage.ingest import Ingest, Key, Wanted
-from tenplexfs.storage.save_ingest import SaveIngest
+from tenplexfs.storage.save_ingest import RankFiles, SaveIngest
 
 __all__ = [
     "ArrayRef",
     "Ingest",
     "Key",
     "Mismatch",
+    "RankFiles",
     "SaveIngest",
     "SnapshotArrays",
     "Store",

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import numpy as np
+
 from tenplexfs.core.dtypes import dtype_of
 from tenplexfs.core.snapshot import check_job_name
 from tenplexfs.errors import InvalidError
 from tenplexfs.runtime.attempts import SaveRequest
+from tenplexfs.runtime.save_parts import Tensors
 
 __all__ = ["field", "optional", "save_request"]
 
@@ -42,14 +45,7 @@ def save_request(message: Message) -> SaveRequest:
     Raises:
         InvalidError: Something is missing or makes no sense.
     """
-    tensors = [_tensor(each) for each in field(message, "tensors", list)]
-    if len(tensors) > _MAX_TENSORS:
-        raise InvalidError(f"save: {len(tensors)} tensors, at most {_MAX_TENSORS} a rank")
-    paths = {path for path, _, _ in tensors}
-    ties = field(message, "ties", dict)
-    for name, first in ties.items():
-        if name not in paths or first not in paths or first in ties:
-            raise InvalidError(f"save: tie of {name!r} with {first!r}: need two tensors, the second untied")
+    tensors = _tensors(message)
     return SaveRequest(
         job=check_job_name(field(message, "job", str)),
         rank=field(message, "rank", int),
@@ -58,17 +54,34 @@ def save_request(message: Message) -> SaveRequest:
         process=field(message, "process", str),
         run=field(message, "run", str),
         tensors=tensors,
-        ties=ties,
         document=field(message, "document", bytes),
         consumed=optional(message, "consumed", int),
     )
 
 
-def _tensor(each: object) -> tuple[str, str, tuple[int, ...]]:
+def _tensors(message: Message) -> Tensors:
+    paths, kinds = field(message, "paths", list), field(message, "kinds", list)
+    if len(paths) > _MAX_TENSORS:
+        raise InvalidError(f"save: {len(paths)} tensors, at most {_MAX_TENSORS} a rank")
+    if not set(map(type, paths)) <= {str}:
+        raise InvalidError("save: paths: need texts")
+    numbers = field(message, "of", bytes)
+    of = np.frombuffer(numbers[: len(numbers) // 4 * 4], np.uint32)
+    if len(numbers) % 4 or len(of) != len(paths) or (of >= len(kinds)).any():
+        raise InvalidError(f"save: of: need the number of a kind, as uint32, for each of {len(paths)} paths")
+    ties = field(message, "ties", dict)
+    known = set(paths)
+    for name, first in ties.items():
+        if name not in known or first not in known or first in ties:
+            raise InvalidError(f"save: tie of {name!r} with {first!r}: need two tensors, the second untied")
+    return Tensors(paths, [_kind(each) for each in kinds], of.tolist(), ties)
+
+
+def _kind(each: object) -> tuple[str, tuple[int, ...]]:
     match each:
-        case [str(path), str(dtype), list(shape)] if len(shape) <= _MAX_NDIM and all(
+        case [str(dtype), list(shape)] if len(shape) <= _MAX_NDIM and all(
             type(n) is int and n >= 0 for n in shape
         ):
             dtype_of(dtype)
-            return path, dtype, tuple(shape)
-    raise InvalidError(f"save: tensor {each!r:.100}: need path, dtype and shape")
+            return dtype, tuple(shape)
+    raise InvalidError(f"save: kind {each!r:.100}: need dtype and shape")

@@ -12,6 +12,7 @@ import trio
 
 from tenplexfs.core.snapshot import Head, JobName, NodeName, check_job_name, parse_snapshot
 from tenplexfs.errors import InvalidError, NotFoundError
+from tenplexfs.formats.frames import MAX_FDS
 from tenplexfs.runtime.attempts import Attempt, RankSave, SaveRequest
 from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.member import Member
@@ -71,7 +72,6 @@ class ClientSession:
             "hello": self._hello,
             "save.begin": self._save_begin,
             "save.files": self._save_files,
-            "save.data": self._save_data,
             "save.seal": self._save_seal,
             "save.wait": self._save_wait,
             "save.abort": self._save_abort,
@@ -121,7 +121,8 @@ class ClientSession:
         name = len(self._saves) + 1
         self._saves[name] = rank
         base = rank.attempt.base.head.snapshot.text
-        return {"save": name, "base": base, "files": rank.files, "data": rank.data}, ()
+        plan = rank.plan
+        return {"save": name, "base": base, "files": len(plan.arrangement.sizes), "places": plan.places}, ()
 
     def _rank(self, message: Message) -> RankSave:
         found = self._saves.get(field(message, "save", int))
@@ -133,21 +134,10 @@ class ClientSession:
     async def _save_files(self, message: Message) -> Answer:
         rank = self._rank(message)
         first, count = field(message, "first", int), field(message, "count", int)
-        keys = [rank.keys[i] for i in rank.files[first : first + min(count, 64)]]
-        ingest = rank.attempt.ingest
-        handed = await trio.to_thread.run_sync(lambda: [ingest.hand_out(key) for key in keys if key])
-        return {"files": [[each.offset, each.recycled] for each in handed]}, [each.fd for each in handed]
-
-    async def _save_data(self, message: Message) -> Answer:
-        rank = self._rank(message)
-        items = field(message, "items", list)
-        for item in items:
-            match item:
-                case [int(), bytes()]:
-                    continue
-            raise InvalidError("save.data: need pairs of a number and bytes")
-        await trio.to_thread.run_sync(partial(self._parts.saves.receive_all, rank, items))
-        return {}, ()
+        files = rank.files
+        assert files is not None
+        numbers = range(len(files.names))[first : first + min(count, MAX_FDS)]
+        return {}, await trio.to_thread.run_sync(rank.attempt.ingest.hand_out, files, numbers)
 
     async def _save_seal(self, message: Message) -> Answer:
         rank = self._rank(message)

@@ -13,8 +13,9 @@ import pytest
 
 import tenplexfs
 from tenplexfs.client import connection
+from tenplexfs.client.arrays import Source
 from tenplexfs.client.connection import parse_place, patiently
-from tenplexfs.client.copying import copy_tasks
+from tenplexfs.client.copying import Placed, write_tasks
 from tenplexfs.client.mapping import map_private
 from tenplexfs.core.dtypes import EXTENDED
 from tenplexfs.errors import InvalidError, UnavailableError
@@ -103,19 +104,41 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("recycled", [False, True])
-@pytest.mark.parametrize("name", VIEWS)
-def test_any_view_is_written_in_row_major_order(tmp_path, name, recycled):
-    view = np.asarray(VIEWS[name])
-    file = tmp_path / "file"
-    file.write_bytes(b"\xaa" * (192 + view.nbytes))
-    fd = os.open(file, os.O_RDWR)
+def written(path: Path, tensors: list[Placed]) -> bytes:
+    fd = os.open(path, os.O_RDWR)
     try:
-        for task in reversed(copy_tasks(fd, 192, view, recycled=recycled)):
+        for _, task in reversed(list(write_tasks(fd, tensors))):
             task()
     finally:
         os.close(fd)
-    assert file.read_bytes() == b"\xaa" * 192 + view.tobytes()
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_any_view_is_written_in_row_major_order(tmp_path, name):
+    view = np.asarray(VIEWS[name])
+    file = tmp_path / "file"
+    file.write_bytes(b"\xaa" * (192 + view.nbytes))
+    found = written(file, [Placed(64, b"h" * 128, Source(view.shape, view.dtype.name, view))])
+    assert found[: 192 + view.nbytes] == b"\xaa" * 64 + b"h" * 128 + view.tobytes()
+    assert not any(found[192 + view.nbytes :]) and len(found) < 192 + view.nbytes + 64
+
+
+def test_many_small_tensors_go_where_they_belong(tmp_path):
+    views = [np.asarray(view) for view in VIEWS.values() if view.nbytes < 1 << 20]
+    arrays = [np.full(n % 97, n, np.uint16) for n in range(3000)] + views
+    tensors, wanted, offset = [], bytearray(), 0
+    for n, array in enumerate(arrays):
+        if n == 1500:  # a hole that is somebody else's
+            wanted += b"\xaa" * 640
+            offset += 640
+        tensors.append(Placed(offset, b"h" * 64, Source(array.shape, array.dtype.name, array)))
+        own = b"h" * 64 + array.tobytes()
+        wanted += own + bytes(-len(own) % 64)
+        offset = len(wanted)
+    file = tmp_path / "file"
+    file.write_bytes(b"\xaa" * offset)
+    assert written(file, tensors) == bytes(wanted)
 
 
 def fds_count() -> int:

@@ -22,6 +22,7 @@ from tenplexfs.client.arrays import source_of
 from tenplexfs.client.connection import Connection
 from tenplexfs.core.build import build_ptc
 from tenplexfs.errors import ConflictError, InvalidError, NoRoomError, PreconditionError
+from tenplexfs.formats import npy
 from tenplexfs.formats.layout_json import parse_layout
 from tenplexfs.formats.structure import flatten
 from tests.cluster.daemons import Daemon, Daemons, check, until
@@ -337,15 +338,18 @@ def test_whoever_keeps_a_file_open_cannot_change_what_was_sealed(tmp_path):
                 snapshot=tenplexfs.env(path)["snapshot"],
                 process="1-a",
                 run="",
-                tensors=[["w", "float32", [1 << 19]]],
+                paths=["w"],
+                kinds=[["float32", [1 << 19]]],
+                of=bytes(4),
                 ties={},
                 document=document,
                 consumed=None,
                 world=1,
             )
-            answer, (fd,) = client.ask_fds("save.files", save=begun["save"], first=0, count=1)
-            offset = answer["files"][0][0]
-            os.pwrite(fd, (array + 1).tobytes(), offset)
+            _, (fd,) = client.ask_fds("save.files", save=begun["save"], first=0, count=1)
+            header = npy.header(array.shape, "float32")
+            offset = len(header)
+            os.pwritev(fd, [header, (array + 1).tobytes()], 0)
             client.ask("save.seal", save=begun["save"])
             until(lambda: client.ask("save.wait", job="gpt", step=2)["snapshot"])
             os.pwrite(fd, b"\xff" * 4096, offset)

@@ -1,6 +1,7 @@
 import pytest
 
 from tenplexfs.errors import InvalidError
+from tenplexfs.runtime.save_parts import Tensors
 from tenplexfs.unix.requests import save_request
 
 GOOD = {
@@ -11,7 +12,9 @@ GOOD = {
     "snapshot": None,
     "process": "1-a",
     "run": "",
-    "tensors": [["w", "float32", [2, 3]], ["v", "float32", [2, 3]]],
+    "paths": ["w", "v"],
+    "kinds": [["int8", []], ["float32", [2, 3]]],
+    "of": b"\1\0\0\0\1\0\0\0",
     "ties": {"v": "w"},
     "document": b"{}",
     "consumed": None,
@@ -20,7 +23,8 @@ GOOD = {
 
 def test_a_good_one():
     found = save_request(GOOD)
-    assert (found.tensors[0], found.ties) == (("w", "float32", (2, 3)), {"v": "w"})
+    kinds = [("int8", ()), ("float32", (2, 3))]
+    assert found.tensors == Tensors(["w", "v"], kinds, [1, 1], {"v": "w"})
 
 
 @pytest.mark.parametrize(
@@ -31,10 +35,16 @@ def test_a_good_one():
         ("rank", -1, "rank: need int"),
         ("rank", True, "rank: need int"),
         ("step", "1", "step: need int"),
-        ("tensors", [["w", "float32"]], "need path, dtype and shape"),
-        ("tensors", [["w", "float33", [1]]], "float33"),
-        ("tensors", [["w", "float32", [-1]]], "need path, dtype and shape"),
-        ("tensors", [["w", "float32", [1] * 65]], "need path, dtype and shape"),
+        ("paths", None, "paths: need list"),
+        ("paths", ["w", 5], "paths: need texts"),
+        ("paths", ["w"], "a kind, as uint32, for each of 1 paths"),
+        ("kinds", [["int8", []]], "a kind, as uint32, for each of 2 paths"),
+        ("kinds", [["float32"], ["int8", []]], "need dtype and shape"),
+        ("kinds", [["float33", [1]], ["int8", []]], "float33"),
+        ("kinds", [["float32", [-1]], ["int8", []]], "need dtype and shape"),
+        ("kinds", [["float32", [1] * 65], ["int8", []]], "need dtype and shape"),
+        ("of", b"\0\0\0\0\0", "a kind, as uint32, for each of 2 paths"),
+        ("of", b"\0\0\0\0\2\0\0\0", "a kind, as uint32, for each of 2 paths"),
         ("ties", {"w": "w"}, "tie of"),
         ("ties", {"x": "w"}, "tie of"),
         ("ties", {"v": "x"}, "tie of"),
