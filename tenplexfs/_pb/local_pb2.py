@@ -25,13 +25,15 @@ _sym_db = _symbol_database.Default()
 from tenplexfs._pb import control_pb2 as tenplexfs_dot_v1_dot_control__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tenplexfs/v1/local.proto\x12\x0ctenplexfs.v1\x1a\x1atenplexfs/v1/control.proto\"\x0f\n\rStatusRequest\"\xbc\x01\n\x0bStatusReply\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x05\x12\r\n\x05mount\x18\x04 \x01(\t\x12\x0e\n\x06listen\x18\x05 \x01(\t\x12\x18\n\x10store_used_bytes\x18\x06 \x01(\x04\x12\x19\n\x11store_limit_bytes\x18\x07 \x01(\x04\x12\x1f\n\x04jobs\x18\x08 \x03(\x0b\x32\x11.tenplexfs.v1.Job\x12\x0c\n\x04json\x18\t \x01(\t\"\x11\n\x0fListJobsRequest\"0\n\rListJobsReply\x12\x1f\n\x04jobs\x18\x01 \x03(\x0b\x32\x11.tenplexfs.v1.Job\"\\\n\rImportRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0e\n\x06ignore\x18\x04 \x03(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"\x1d\n\x0eHistoryRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\x1c\n\x0cHistoryReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x1c\n\rVerifyRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"b\n\x0bVerifyReply\x12\x12\n\nbytes_done\x18\x01 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x02 \x01(\x04\x12*\n\nmismatches\x18\x03 \x03(\x0b\x32\x16.tenplexfs.v1.Mismatch\"R\n\x08Mismatch\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04txid\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0c\n\x04path\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\"\r\n\x0bStopRequest\"\x0b\n\tStopReply2\x97\x03\n\x05Local\x12@\n\x06Status\x12\x1b.tenplexfs.v1.StatusRequest\x1a\x19.tenplexfs.v1.StatusReply\x12\x46\n\x08ListJobs\x12\x1d.tenplexfs.v1.ListJobsRequest\x1a\x1b.tenplexfs.v1.ListJobsReply\x12?\n\x06Import\x12\x1b.tenplexfs.v1.ImportRequest\x1a\x16.tenplexfs.v1.Progress0\x01\x12\x43\n\x07History\x12\x1c.tenplexfs.v1.HistoryRequest\x1a\x1a.tenplexfs.v1.HistoryReply\x12\x42\n\x06Verify\x12\x1b.tenplexfs.v1.VerifyRequest\x1a\x19.tenplexfs.v1.VerifyReply0\x01\x12:\n\x04Stop\x12\x19.tenplexfs.v1.StopRequest\x1a\x17.tenplexfs.v1.StopReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tenplexfs/v1/local.proto\x12\x0ctenplexfs.v1\x1a\x1atenplexfs/v1/control.proto\"\x0f\n\rStatusRequest\"\xbc\x01\n\x0bStatusReply\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x05\x12\r\n\x05mount\x18\x04 \x01(\t\x12\x0e\n\x06listen\x18\x05 \x01(\t\x12\x18\n\x10store_used_bytes\x18\x06 \x01(\x04\x12\x19\n\x11store_limit_bytes\x18\x07 \x01(\x04\x12\x1f\n\x04jobs\x18\x08 \x03(\x0b\x32\x11.tenplexfs.v1.Job\x12\x0c\n\x04json\x18\t \x01(\t\"\x11\n\x0fListJobsRequest\"0\n\rListJobsReply\x12\x1f\n\x04jobs\x18\x01 \x03(\x0b\x32\x11.tenplexfs.v1.Job\"\\\n\rImportRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0e\n\x06ignore\x18\x04 \x03(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"\xf7\x01\n\x0eRestoreRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x11\n\x04step\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0blayout_json\x18\x04 \x01(\t\x12 \n\x04mesh\x18\x05 \x03(\x0b\x32\x12.tenplexfs.v1.Axis\x12\x36\n\x05nodes\x18\x06 \x03(\x0b\x32\'.tenplexfs.v1.RestoreRequest.NodesEntry\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x1a,\n\nNodesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x42\x07\n\x05_step\"\x1d\n\x0eHistoryRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\x1c\n\x0cHistoryReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x1c\n\rVerifyRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"b\n\x0bVerifyReply\x12\x12\n\nbytes_done\x18\x01 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x02 \x01(\x04\x12*\n\nmismatches\x18\x03 \x03(\x0b\x32\x16.tenplexfs.v1.Mismatch\"R\n\x08Mismatch\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04txid\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0c\n\x04path\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\"\r\n\x0bStopRequest\"\x0b\n\tStopReply2\xda\x03\n\x05Local\x12@\n\x06Status\x12\x1b.tenplexfs.v1.StatusRequest\x1a\x19.tenplexfs.v1.StatusReply\x12\x46\n\x08ListJobs\x12\x1d.tenplexfs.v1.ListJobsRequest\x1a\x1b.tenplexfs.v1.ListJobsReply\x12?\n\x06Import\x12\x1b.tenplexfs.v1.ImportRequest\x1a\x16.tenplexfs.v1.Progress0\x01\x12\x41\n\x07Restore\x12\x1c.tenplexfs.v1.RestoreRequest\x1a\x16.tenplexfs.v1.Progress0\x01\x12\x43\n\x07History\x12\x1c.tenplexfs.v1.HistoryRequest\x1a\x1a.tenplexfs.v1.HistoryReply\x12\x42\n\x06Verify\x12\x1b.tenplexfs.v1.VerifyRequest\x1a\x19.tenplexfs.v1.VerifyReply0\x01\x12:\n\x04Stop\x12\x19.tenplexfs.v1.StopRequest\x1a\x17.tenplexfs.v1.StopReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tenplexfs.v1.local_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_RESTOREREQUEST_NODESENTRY']._loaded_options = None
+  _globals['_RESTOREREQUEST_NODESENTRY']._serialized_options = b'8\001'
   _globals['_STATUSREQUEST']._serialized_start=70
   _globals['_STATUSREQUEST']._serialized_end=85
   _globals['_STATUSREPLY']._serialized_start=88
@@ -42,20 +44,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTJOBSREPLY']._serialized_end=345
   _globals['_IMPORTREQUEST']._serialized_start=347
   _globals['_IMPORTREQUEST']._serialized_end=439
-  _globals['_HISTORYREQUEST']._serialized_start=441
-  _globals['_HISTORYREQUEST']._serialized_end=470
-  _globals['_HISTORYREPLY']._serialized_start=472
-  _globals['_HISTORYREPLY']._serialized_end=500
-  _globals['_VERIFYREQUEST']._serialized_start=502
-  _globals['_VERIFYREQUEST']._serialized_end=530
-  _globals['_VERIFYREPLY']._serialized_start=532
-  _globals['_VERIFYREPLY']._serialized_end=630
-  _globals['_MISMATCH']._serialized_start=632
-  _globals['_MISMATCH']._serialized_end=714
-  _globals['_STOPREQUEST']._serialized_start=716
-  _globals['_STOPREQUEST']._serialized_end=729
-  _globals['_STOPREPLY']._serialized_start=731
-  _globals['_STOPREPLY']._serialized_end=742
-  _globals['_LOCAL']._serialized_start=745
-  _globals['_LOCAL']._serialized_end=1152
+  _globals['_RESTOREREQUEST']._serialized_start=442
+  _globals['_RESTOREREQUEST']._serialized_end=689
+  _globals['_RESTOREREQUEST_NODESENTRY']._serialized_start=636
+  _globals['_RESTOREREQUEST_NODESENTRY']._serialized_end=680
+  _globals['_HISTORYREQUEST']._serialized_start=691
+  _globals['_HISTORYREQUEST']._serialized_end=720
+  _globals['_HISTORYREPLY']._serialized_start=722
+  _globals['_HISTORYREPLY']._serialized_end=750
+  _globals['_VERIFYREQUEST']._serialized_start=752
+  _globals['_VERIFYREQUEST']._serialized_end=780
+  _globals['_VERIFYREPLY']._serialized_start=782
+  _globals['_VERIFYREPLY']._serialized_end=880
+  _globals['_MISMATCH']._serialized_start=882
+  _globals['_MISMATCH']._serialized_end=964
+  _globals['_STOPREQUEST']._serialized_start=966
+  _globals['_STOPREQUEST']._serialized_end=979
+  _globals['_STOPREPLY']._serialized_start=981
+  _globals['_STOPREPLY']._serialized_end=992
+  _globals['_LOCAL']._serialized_start=995
+  _globals['_LOCAL']._serialized_end=1469
 # @@protoc_insertion_point(module_scope)

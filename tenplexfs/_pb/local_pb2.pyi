@@ -57,6 +57,31 @@ class ImportRequest(_message.Message):
     request_id: str
     def __init__(self, job: _Optional[str] = ..., path: _Optional[str] = ..., step: _Optional[int] = ..., ignore: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
+class RestoreRequest(_message.Message):
+    __slots__ = ("job", "url", "step", "layout_json", "mesh", "nodes", "request_id")
+    class NodesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_JSON_FIELD_NUMBER: _ClassVar[int]
+    MESH_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    url: str
+    step: int
+    layout_json: str
+    mesh: _containers.RepeatedCompositeFieldContainer[_control_pb2.Axis]
+    nodes: _containers.ScalarMap[str, int]
+    request_id: str
+    def __init__(self, job: _Optional[str] = ..., url: _Optional[str] = ..., step: _Optional[int] = ..., layout_json: _Optional[str] = ..., mesh: _Optional[_Iterable[_Union[_control_pb2.Axis, _Mapping]]] = ..., nodes: _Optional[_Mapping[str, int]] = ..., request_id: _Optional[str] = ...) -> None: ...
+
 class HistoryRequest(_message.Message):
     __slots__ = ("job",)
     JOB_FIELD_NUMBER: _ClassVar[int]

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tenplexfs._pb import registry_pb2 as tenplexfs_dot_v1_dot_registry__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tenplexfs/v1/peer.proto\x12\x0ctenplexfs.v1\x1a\x1btenplexfs/v1/registry.proto\"-\n\x0cHelloRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"@\n\nHelloReply\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\xf9\x02\n\x0cStageRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12(\n\x08snapshot\x18\x02 \x01(\x0b\x32\x16.tenplexfs.v1.Snapshot\x12\x11\n\tbase_txid\x18\x03 \x01(\t\x12\x17\n\x0fold_layout_json\x18\x04 \x01(\t\x12\x17\n\x0fnew_layout_json\x18\x05 \x01(\t\x12\x15\n\rsettings_json\x18\x06 \x01(\t\x12\x13\n\x0b\x63oordinator\x18\x07 \x01(\t\x12\x0c\n\x04\x64rop\x18\x08 \x03(\t\x12<\n\tendpoints\x18\t \x03(\x0b\x32).tenplexfs.v1.StageRequest.EndpointsEntry\x12\x12\n\ncreated_ns\x18\n \x01(\x04\x12\x0e\n\x06values\x18\x0b \x01(\x0c\x12\x0f\n\x07is_save\x18\x0c \x01(\x08\x12\x0e\n\x06source\x18\r \x01(\t\x1a\x30\n\x0e\x45ndpointsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"8\n\rStageProgress\x12\x12\n\nbytes_done\x18\x01 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x02 \x01(\x04\">\n\rSwitchRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12 \n\x04head\x18\x02 \x01(\x0b\x32\x12.tenplexfs.v1.Head\"\r\n\x0bSwitchReply\"8\n\x0b\x44ropRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04txid\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x0b\n\tDropReply\",\n\x0f\x44\x65scribeRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04txid\x18\x02 \x01(\t\"\x9c\x01\n\rDescribeReply\x12(\n\x08snapshot\x18\x01 \x01(\x0b\x32\x16.tenplexfs.v1.Snapshot\x12\x13\n\x0blayout_json\x18\x02 \x01(\t\x12\x15\n\rsettings_json\x18\x03 \x01(\t\x12\x12\n\ncreated_ns\x18\x04 \x01(\x04\x12\x11\n\tcommitted\x18\x05 \x01(\x08\x12\x0e\n\x06values\x18\x06 \x01(\x0c\"\x1f\n\x10InventoryRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"9\n\x0eInventoryReply\x12\'\n\x05parts\x18\x01 \x03(\x0b\x32\x18.tenplexfs.v1.StoredPart\"\\\n\nStoredPart\x12(\n\x08snapshot\x18\x01 \x01(\x0b\x32\x16.tenplexfs.v1.Snapshot\x12\x11\n\tcommitted\x18\x02 \x01(\x08\x12\x11\n\tcopies_of\x18\x03 \x03(\t\"k\n\x0e\x43ollectRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12(\n\x08snapshot\x18\x02 \x01(\x0b\x32\x16.tenplexfs.v1.Snapshot\x12\x0e\n\x06leader\x18\x03 \x01(\t\x12\x12\n\npatience_s\x18\x04 \x01(\x01\"A\n\x0c\x43ollectReply\x12\x13\n\x0bis_complete\x18\x01 \x01(\x08\x12\x0e\n\x06values\x18\x02 \x01(\x0c\x12\x0c\n\x04sums\x18\x03 \x01(\x0c\"]\n\rStopAtRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\r\n\x05token\x18\x03 \x01(\t\x12\x0e\n\x06\x61\x63tion\x18\x04 \x01(\t\x12\x0c\n\x04step\x18\x05 \x01(\x04\"\x8d\x01\n\x0bStopAtReply\x12\x31\n\x04told\x18\x01 \x03(\x0b\x32#.tenplexfs.v1.StopAtReply.ToldEntry\x12\x0f\n\x07\x66or_all\x18\x02 \x01(\x08\x12\r\n\x05\x65nded\x18\x03 \x01(\x08\x1a+\n\tToldEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"J\n\x0cLeaseRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04txid\x18\x02 \x01(\t\x12\x10\n\x08lease_id\x18\x03 \x01(\t\x12\r\n\x05ttl_s\x18\x04 \x01(\x01\"\x1e\n\nLeaseReply\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\"\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x0e\n\x0cReleaseReply2\xa5\x05\n\x04Peer\x12=\n\x05Hello\x12\x1a.tenplexfs.v1.HelloRequest\x1a\x18.tenplexfs.v1.HelloReply\x12\x42\n\x05Stage\x12\x1a.tenplexfs.v1.StageRequest\x1a\x1b.tenplexfs.v1.StageProgress0\x01\x12@\n\x06Switch\x12\x1b.tenplexfs.v1.SwitchRequest\x1a\x19.tenplexfs.v1.SwitchReply\x12:\n\x04\x44rop\x12\x19.tenplexfs.v1.DropRequest\x1a\x17.tenplexfs.v1.DropReply\x12\x46\n\x08\x44\x65scribe\x12\x1d.tenplexfs.v1.DescribeRequest\x1a\x1b.tenplexfs.v1.DescribeReply\x12I\n\tInventory\x12\x1e.tenplexfs.v1.InventoryRequest\x1a\x1c.tenplexfs.v1.InventoryReply\x12\x43\n\x07\x43ollect\x12\x1c.tenplexfs.v1.CollectRequest\x1a\x1a.tenplexfs.v1.CollectReply\x12@\n\x06StopAt\x12\x1b.tenplexfs.v1.StopAtRequest\x1a\x19.tenplexfs.v1.StopAtReply\x12=\n\x05Lease\x12\x1a.tenplexfs.v1.LeaseRequest\x1a\x18.tenplexfs.v1.LeaseReply\x12\x43\n\x07Release\x12\x1c.tenplexfs.v1.ReleaseRequest\x1a\x1a.tenplexfs.v1.ReleaseReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tenplexfs/v1/peer.proto\x12\x0ctenplexfs.v1\x1a\x1btenplexfs/v1/registry.proto\"-\n\x0cHelloRequest\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"@\n\nHelloReply\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\xf9\x02\n\x0cStageRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12(\n\x08snapshot\x18\x02 \x01(\x0b\x32\x16.tenplexfs.v1.Snapshot\x12\x11\n\tbase_txid\x18\x03 \x01(\t\x12\x17\n\x0fold_layout_json\x18\x04 \x01(\t\x12\x17\n\x0fnew_layout_json\x18\x05 \x01(\t\x12\x15\n\rsettings_json\x18\x06 \x01(\t\x12\x13\n\x0b\x63oordinator\x18\x07 \x01(\t\x12\x0c\n\x04\x64rop\x18\x08 \x03(\t\x12<\n\tendpoints\x18\t \x03(\x0b\x32).tenplexfs.v1.StageRequest.EndpointsEntry\x12\x12\n\ncreated_ns\x18\n \x01(\x04\x12\x0e\n\x06values\x18\x0b \x01(\x0c\x12\x0f\n\x07is_save\x18\x0c \x01(\x08\x12\x0e\n\x06source\x18\r \x01(\t\x1a\x30\n\x0e\x45ndpointsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"8\n\rStageProgress\x12\x12\n\nbytes_done\x18\x01 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x02 \x01(\x04\">\n\rSwitchRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12 \n\x04head\x18\x02 \x01(\x0b\x32\x12.tenplexfs.v1.Head\"\r\n\x0bSwitchReply\"8\n\x0b\x44ropRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04txid\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x0b\n\tDropReply\",\n\x0f\x44\x65scribeRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04txid\x18\x02 \x01(\t\"\x9c\x01\n\rDescribeReply\x12(\n\x08snapshot\x18\x01 \x01(\x0b\x32\x16.tenplexfs.v1.Snapshot\x12\x13\n\x0blayout_json\x18\x02 \x01(\t\x12\x15\n\rsettings_json\x18\x03 \x01(\t\x12\x12\n\ncreated_ns\x18\x04 \x01(\x04\x12\x11\n\tcommitted\x18\x05 \x01(\x08\x12\x0e\n\x06values\x18\x06 \x01(\x0c\"\x1f\n\x10InventoryRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"9\n\x0eInventoryReply\x12\'\n\x05parts\x18\x01 \x03(\x0b\x32\x18.tenplexfs.v1.StoredPart\"\\\n\nStoredPart\x12(\n\x08snapshot\x18\x01 \x01(\x0b\x32\x16.tenplexfs.v1.Snapshot\x12\x11\n\tcommitted\x18\x02 \x01(\x08\x12\x11\n\tcopies_of\x18\x03 \x03(\t\"(\n\x0bSumsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04txid\x18\x02 \x01(\t\"\x19\n\tSumsReply\x12\x0c\n\x04sums\x18\x01 \x01(\x0c\"P\n\x0ePersistRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04txid\x18\x02 \x01(\t\x12\x0b\n\x03url\x18\x03 \x01(\t\x12\x16\n\x0epersisted_step\x18\x04 \x01(\x04\"F\n\x0cPersistReply\x12\x12\n\nbytes_done\x18\x01 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x02 \x01(\x04\x12\r\n\x05\x66iles\x18\x03 \x01(\x0c\"k\n\x0e\x43ollectRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12(\n\x08snapshot\x18\x02 \x01(\x0b\x32\x16.tenplexfs.v1.Snapshot\x12\x0e\n\x06leader\x18\x03 \x01(\t\x12\x12\n\npatience_s\x18\x04 \x01(\x01\"A\n\x0c\x43ollectReply\x12\x13\n\x0bis_complete\x18\x01 \x01(\x08\x12\x0e\n\x06values\x18\x02 \x01(\x0c\x12\x0c\n\x04sums\x18\x03 \x01(\x0c\"]\n\rStopAtRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\r\n\x05token\x18\x03 \x01(\t\x12\x0e\n\x06\x61\x63tion\x18\x04 \x01(\t\x12\x0c\n\x04step\x18\x05 \x01(\x04\"\x8d\x01\n\x0bStopAtReply\x12\x31\n\x04told\x18\x01 \x03(\x0b\x32#.tenplexfs.v1.StopAtReply.ToldEntry\x12\x0f\n\x07\x66or_all\x18\x02 \x01(\x08\x12\r\n\x05\x65nded\x18\x03 \x01(\x08\x1a+\n\tToldEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"J\n\x0cLeaseRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04txid\x18\x02 \x01(\t\x12\x10\n\x08lease_id\x18\x03 \x01(\t\x12\r\n\x05ttl_s\x18\x04 \x01(\x01\"\x1e\n\nLeaseReply\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\"\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x0e\n\x0cReleaseReply2\xa8\x06\n\x04Peer\x12=\n\x05Hello\x12\x1a.tenplexfs.v1.HelloRequest\x1a\x18.tenplexfs.v1.HelloReply\x12\x42\n\x05Stage\x12\x1a.tenplexfs.v1.StageRequest\x1a\x1b.tenplexfs.v1.StageProgress0\x01\x12@\n\x06Switch\x12\x1b.tenplexfs.v1.SwitchRequest\x1a\x19.tenplexfs.v1.SwitchReply\x12:\n\x04\x44rop\x12\x19.tenplexfs.v1.DropRequest\x1a\x17.tenplexfs.v1.DropReply\x12\x46\n\x08\x44\x65scribe\x12\x1d.tenplexfs.v1.DescribeRequest\x1a\x1b.tenplexfs.v1.DescribeReply\x12I\n\tInventory\x12\x1e.tenplexfs.v1.InventoryRequest\x1a\x1c.tenplexfs.v1.InventoryReply\x12:\n\x04Sums\x12\x19.tenplexfs.v1.SumsRequest\x1a\x17.tenplexfs.v1.SumsReply\x12\x45\n\x07Persist\x12\x1c.tenplexfs.v1.PersistRequest\x1a\x1a.tenplexfs.v1.PersistReply0\x01\x12\x43\n\x07\x43ollect\x12\x1c.tenplexfs.v1.CollectRequest\x1a\x1a.tenplexfs.v1.CollectReply\x12@\n\x06StopAt\x12\x1b.tenplexfs.v1.StopAtRequest\x1a\x19.tenplexfs.v1.StopAtReply\x12=\n\x05Lease\x12\x1a.tenplexfs.v1.LeaseRequest\x1a\x18.tenplexfs.v1.LeaseReply\x12\x43\n\x07Release\x12\x1c.tenplexfs.v1.ReleaseRequest\x1a\x1a.tenplexfs.v1.ReleaseReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -64,24 +64,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INVENTORYREPLY']._serialized_end=1066
   _globals['_STOREDPART']._serialized_start=1068
   _globals['_STOREDPART']._serialized_end=1160
-  _globals['_COLLECTREQUEST']._serialized_start=1162
-  _globals['_COLLECTREQUEST']._serialized_end=1269
-  _globals['_COLLECTREPLY']._serialized_start=1271
-  _globals['_COLLECTREPLY']._serialized_end=1336
-  _globals['_STOPATREQUEST']._serialized_start=1338
-  _globals['_STOPATREQUEST']._serialized_end=1431
-  _globals['_STOPATREPLY']._serialized_start=1434
-  _globals['_STOPATREPLY']._serialized_end=1575
-  _globals['_STOPATREPLY_TOLDENTRY']._serialized_start=1532
-  _globals['_STOPATREPLY_TOLDENTRY']._serialized_end=1575
-  _globals['_LEASEREQUEST']._serialized_start=1577
-  _globals['_LEASEREQUEST']._serialized_end=1651
-  _globals['_LEASEREPLY']._serialized_start=1653
-  _globals['_LEASEREPLY']._serialized_end=1683
-  _globals['_RELEASEREQUEST']._serialized_start=1685
-  _globals['_RELEASEREQUEST']._serialized_end=1719
-  _globals['_RELEASEREPLY']._serialized_start=1721
-  _globals['_RELEASEREPLY']._serialized_end=1735
-  _globals['_PEER']._serialized_start=1738
-  _globals['_PEER']._serialized_end=2415
+  _globals['_SUMSREQUEST']._serialized_start=1162
+  _globals['_SUMSREQUEST']._serialized_end=1202
+  _globals['_SUMSREPLY']._serialized_start=1204
+  _globals['_SUMSREPLY']._serialized_end=1229
+  _globals['_PERSISTREQUEST']._serialized_start=1231
+  _globals['_PERSISTREQUEST']._serialized_end=1311
+  _globals['_PERSISTREPLY']._serialized_start=1313
+  _globals['_PERSISTREPLY']._serialized_end=1383
+  _globals['_COLLECTREQUEST']._serialized_start=1385
+  _globals['_COLLECTREQUEST']._serialized_end=1492
+  _globals['_COLLECTREPLY']._serialized_start=1494
+  _globals['_COLLECTREPLY']._serialized_end=1559
+  _globals['_STOPATREQUEST']._serialized_start=1561
+  _globals['_STOPATREQUEST']._serialized_end=1654
+  _globals['_STOPATREPLY']._serialized_start=1657
+  _globals['_STOPATREPLY']._serialized_end=1798
+  _globals['_STOPATREPLY_TOLDENTRY']._serialized_start=1755
+  _globals['_STOPATREPLY_TOLDENTRY']._serialized_end=1798
+  _globals['_LEASEREQUEST']._serialized_start=1800
+  _globals['_LEASEREQUEST']._serialized_end=1874
+  _globals['_LEASEREPLY']._serialized_start=1876
+  _globals['_LEASEREPLY']._serialized_end=1906
+  _globals['_RELEASEREQUEST']._serialized_start=1908
+  _globals['_RELEASEREQUEST']._serialized_end=1942
+  _globals['_RELEASEREPLY']._serialized_start=1944
+  _globals['_RELEASEREPLY']._serialized_end=1958
+  _globals['_PEER']._serialized_start=1961
+  _globals['_PEER']._serialized_end=2769
 # @@protoc_insertion_point(module_scope)

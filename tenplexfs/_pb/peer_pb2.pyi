@@ -142,6 +142,42 @@ class StoredPart(_message.Message):
     copies_of: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, snapshot: _Optional[_Union[_registry_pb2.Snapshot, _Mapping]] = ..., committed: _Optional[bool] = ..., copies_of: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class SumsRequest(_message.Message):
+    __slots__ = ("job", "txid")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    TXID_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    txid: str
+    def __init__(self, job: _Optional[str] = ..., txid: _Optional[str] = ...) -> None: ...
+
+class SumsReply(_message.Message):
+    __slots__ = ("sums",)
+    SUMS_FIELD_NUMBER: _ClassVar[int]
+    sums: bytes
+    def __init__(self, sums: _Optional[bytes] = ...) -> None: ...
+
+class PersistRequest(_message.Message):
+    __slots__ = ("job", "txid", "url", "persisted_step")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    TXID_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
+    PERSISTED_STEP_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    txid: str
+    url: str
+    persisted_step: int
+    def __init__(self, job: _Optional[str] = ..., txid: _Optional[str] = ..., url: _Optional[str] = ..., persisted_step: _Optional[int] = ...) -> None: ...
+
+class PersistReply(_message.Message):
+    __slots__ = ("bytes_done", "bytes_total", "files")
+    BYTES_DONE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    bytes_done: int
+    bytes_total: int
+    files: bytes
+    def __init__(self, bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ..., files: _Optional[bytes] = ...) -> None: ...
+
 class CollectRequest(_message.Message):
     __slots__ = ("job", "snapshot", "leader", "patience_s")
     JOB_FIELD_NUMBER: _ClassVar[int]

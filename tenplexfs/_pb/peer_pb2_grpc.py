@@ -66,6 +66,16 @@ class PeerStub:
                 request_serializer=tenplexfs_dot_v1_dot_peer__pb2.InventoryRequest.SerializeToString,
                 response_deserializer=tenplexfs_dot_v1_dot_peer__pb2.InventoryReply.FromString,
                 _registered_method=True)
+        self.Sums = channel.unary_unary(
+                '/tenplexfs.v1.Peer/Sums',
+                request_serializer=tenplexfs_dot_v1_dot_peer__pb2.SumsRequest.SerializeToString,
+                response_deserializer=tenplexfs_dot_v1_dot_peer__pb2.SumsReply.FromString,
+                _registered_method=True)
+        self.Persist = channel.unary_stream(
+                '/tenplexfs.v1.Peer/Persist',
+                request_serializer=tenplexfs_dot_v1_dot_peer__pb2.PersistRequest.SerializeToString,
+                response_deserializer=tenplexfs_dot_v1_dot_peer__pb2.PersistReply.FromString,
+                _registered_method=True)
         self.Collect = channel.unary_unary(
                 '/tenplexfs.v1.Peer/Collect',
                 request_serializer=tenplexfs_dot_v1_dot_peer__pb2.CollectRequest.SerializeToString,
@@ -133,6 +143,20 @@ class PeerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sums(self, request, context):
+        """The sums of the arrays that the node stores of a snapshot.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Persist(self, request, context):
+        """Writes the node's share of a step to a directory or object store; the last reply names its files.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Collect(self, request, context):
         """What the node's ranks have saved of a step, or that it is not complete yet, after some patience.
         """
@@ -192,6 +216,16 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Inventory,
                     request_deserializer=tenplexfs_dot_v1_dot_peer__pb2.InventoryRequest.FromString,
                     response_serializer=tenplexfs_dot_v1_dot_peer__pb2.InventoryReply.SerializeToString,
+            ),
+            'Sums': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sums,
+                    request_deserializer=tenplexfs_dot_v1_dot_peer__pb2.SumsRequest.FromString,
+                    response_serializer=tenplexfs_dot_v1_dot_peer__pb2.SumsReply.SerializeToString,
+            ),
+            'Persist': grpc.unary_stream_rpc_method_handler(
+                    servicer.Persist,
+                    request_deserializer=tenplexfs_dot_v1_dot_peer__pb2.PersistRequest.FromString,
+                    response_serializer=tenplexfs_dot_v1_dot_peer__pb2.PersistReply.SerializeToString,
             ),
             'Collect': grpc.unary_unary_rpc_method_handler(
                     servicer.Collect,
@@ -378,6 +412,60 @@ class Peer:
             '/tenplexfs.v1.Peer/Inventory',
             tenplexfs_dot_v1_dot_peer__pb2.InventoryRequest.SerializeToString,
             tenplexfs_dot_v1_dot_peer__pb2.InventoryReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sums(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tenplexfs.v1.Peer/Sums',
+            tenplexfs_dot_v1_dot_peer__pb2.SumsRequest.SerializeToString,
+            tenplexfs_dot_v1_dot_peer__pb2.SumsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Persist(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tenplexfs.v1.Peer/Persist',
+            tenplexfs_dot_v1_dot_peer__pb2.PersistRequest.SerializeToString,
+            tenplexfs_dot_v1_dot_peer__pb2.PersistReply.FromString,
             options,
             channel_credentials,
             insecure,

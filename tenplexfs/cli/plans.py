@@ -35,7 +35,7 @@ from tenplexfs.errors import TimedOutError, UnavailableError, UsageError, error_
 from tenplexfs.formats.layout_json import parse_layout
 from tenplexfs.formats.plan_html import plan_html
 
-__all__ = ["register", "show_plan"]
+__all__ = ["MeshOption", "NodesOption", "check_last", "register", "show_plan", "target_of"]
 
 _MOST_NODES = 12
 
@@ -97,7 +97,7 @@ def plan(
             content["transfers"] = list(list_transfers(made))
     else:
         request = control_pb2.PlanRequest(
-            job=job, drop=drop or [], operations=operations, **_target(files, mesh, nodes)
+            job=job, drop=drop or [], operations=operations, **target_of(files, mesh, nodes)
         )
         with session.connect() as daemon:
             content = json.loads(daemon.plan(request))
@@ -155,7 +155,7 @@ def reconfigure(
     """Change the parallelism of a job, in place: stage on every node, then switch all trees at once."""
     if (layout is None) == (mesh is None):
         raise UsageError("reconfigure: need a layout file or --mesh, one of the two")
-    target = _target([layout] if layout else [], mesh, nodes)
+    target = target_of([layout] if layout else [], mesh, nodes)
     with session.connect() as daemon:
         if dry_run:
             content = json.loads(daemon.plan(control_pb2.PlanRequest(job=job, drop=drop or [], **target)))
@@ -203,7 +203,7 @@ def check_last(last: control_pb2.Progress | None, what: str, *, is_final: bool =
         )
 
 
-def _target(files: list[Path], mesh: str | None, nodes: str | None) -> dict[str, Any]:
+def target_of(files: list[Path], mesh: str | None, nodes: str | None) -> dict[str, Any]:
     """Returns the fields of a request that say where to go."""
     if nodes is not None and mesh is None:
         raise UsageError("--nodes goes with --mesh; a layout file names its nodes itself")

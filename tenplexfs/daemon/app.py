@@ -187,7 +187,18 @@ async def _start(
         nursery=nursery,
         clock_ns=time.time_ns,
     )
-    keeping = Keeping(member=member, coordinator=coordinator, compute=compute, nodes=nodes)
+    keeping = Keeping(
+        config=config,
+        member=member,
+        table=table,
+        coordinator=coordinator,
+        compute=compute,
+        nodes=nodes,
+        client=client,
+        datasets=datasets,
+        clock_ns=time.time_ns,
+    )
+    view.keeping = keeping
     service = Service(
         config=config,
         member=member,
@@ -214,6 +225,7 @@ async def _start(
         stops=clients.stops,
     )
     await stack.enter_async_context(
+        shares=keeping.shares,
         server.serve(
             nursery,
             control=service,
@@ -246,6 +258,7 @@ async def _start(
     if config.mount is not None:
         mount = await stack.enter_async_context(Mount(tree, config.mount, allow_other=config.allow_other))
         nursery.start_soon(_stop_when, mount.ended, stop)
+    nursery.start_soon(keeping.run)
         await check_mount(mount.path)
     nursery.start_soon(watch, config.mount)
 

@@ -44,6 +44,7 @@ SETTINGS: Mapping[str, str] = {
     "window": "Memory for the samples of a dataset that are fetched ahead, as memory; default: 1GiB.",
     "spill": "Directory on a disk, for open files of replaced snapshots when memory is short; default: none.",
     "retain": "Seconds that a replaced snapshot is kept for nodes that do not answer; default: 600.",
+    "restore_from": "Directory or URL of persisted jobs; those that nobody knows are made of it.",
     "allow_other": "Let other users read the mount (on or off); default: off.",
     "tls": "Directory of tls init: mutual TLS for all that goes over TCP.",
     "token_file": "File with a word that every call over TCP must carry.",
@@ -82,6 +83,7 @@ class Config:
     retain_s: float = 600.0
     spill: Path | None = None
     window_bytes: int = 1 << 30
+    restore_from: str | None = None
     allow_other: bool = False
     tls: Path | None = None
     token_file: Path | None = None
@@ -255,6 +257,7 @@ def _complete(settings: _Settings, environ: Mapping[str, str]) -> Config:
         retain_s=settings.seconds("retain", 600.0),
         spill=None if spill is None else Path(spill),
         window_bytes=parse_size(settings.text("window") or "1GiB", of_bytes=_memory_bytes()),
+        restore_from=settings.text("restore_from"),
         allow_other=settings.switch("allow_other", default=False),
         tls=None if tls is None else Path(tls),
         token_file=None if token_file is None else Path(token_file),

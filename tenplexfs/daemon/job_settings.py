@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from tenplexfs.daemon.config import parse_size
 from tenplexfs.errors import InvalidError
 from tenplexfs.formats.parallelizer_json import parse_parallelizer
+from tenplexfs.storage.places import check_url
 
 __all__ = ["SETTINGS", "check_settings", "check_webhook"]
 
@@ -91,10 +92,27 @@ def _webhook(name: str, value: object) -> str:
     return value
 
 
+def _persist(name: str, value: object) -> dict[str, object]:
+    given = value if isinstance(value, dict) else {}
+    if not isinstance(given.get("to"), str) or given.keys() - {"to", *_PERSIST}:
+        raise InvalidError(
+            f'setting {name!r}: need {{"to": directory or URL, "every": steps, "keep": steps}}, got {value!r}'
+        )
+    try:
+        to = check_url(given["to"])
+    except InvalidError as error:
+        raise InvalidError(f"setting {name!r}: to: {error.message}") from error
+    every, keep = (_whole(f"{name}.{key}", given.get(key, default)) for key, default in _PERSIST.items())
+    return {"to": to, "every": every, "keep": keep}
+
+
+_PERSIST = {"every": 1, "keep": 3}
+
 SETTINGS: Mapping[str, Callable[[str, Any], object]] = {
     "keep_steps": _whole,
     "memory": _size,
     "parallelizer": _parallelizer,
+    "persist": _persist,
     "webhook": _webhook,
 }
 """Name, and what checks a value and returns it as it is kept."""

@@ -1,28 +1,119 @@
-"""What keeps the state of jobs beyond their newest snapshot: steps to go back to."""
+"""What keeps the state of jobs beyond their newest snapshot: older steps, and steps that are persisted."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
 
-from tenplexfs.core.snapshot import Head, JobName
+import trio
+
+from tenplexfs.core.snapshot import Head, JobName, check_job_name
+from tenplexfs.daemon.config import Config
 from tenplexfs.daemon.node_calls import Nodes
-from tenplexfs.errors import NotFoundError
+from tenplexfs.errors import InvalidError, NotFoundError, PreconditionError, TenplexError
+from tenplexfs.formats.dataset_settings import plain_settings
+from tenplexfs.formats.keep_settings import persist_of
 from tenplexfs.runtime.compute import Compute
-from tenplexfs.runtime.coordinator import Coordinator
+from tenplexfs.runtime.coordinator import Coordinator, State
+from tenplexfs.runtime.datasets import Datasets
 from tenplexfs.runtime.going_back import PastSteps, Rollback
+from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.member import Member
-from tenplexfs.runtime.orders import Report
+from tenplexfs.runtime.orders import Description, Report
+from tenplexfs.runtime.persisting import Persister, Shares
+from tenplexfs.runtime.planning import Target, resolve
+from tenplexfs.runtime.protocols import PeerReader
+from tenplexfs.runtime.restoring import (
+    Found,
+    PersistedPeers,
+    find_step,
+    own_steps,
+    settings_with,
+    state_of,
+    take_indexes,
+)
+from tenplexfs.runtime.switching import mute
+from tenplexfs.storage.places import Place, check_url
 
-__all__ = ["Keeping"]
+__all__ = ["Keeping", "Restore"]
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
+_RETRY_MAX_S = 30.0
+
+
+@dataclass(frozen=True)
+class Restore:
+    """What somebody asks for.
+
+    Attributes:
+        url: Where steps were persisted.
+        step: None: the newest.
+        target: The layout of a job that is not there; None: as persisted.
+        request_id: The same one is the same transaction; empty for none.
+        only_new: A job that has a state by now keeps it.
+    """
+
+    job: JobName
+    url: str
+    step: int | None = None
+    target: Target | None = None
+    request_id: str = ""
+    only_new: bool = False
 
 
 class Keeping:
-    """Composes the parts; belongs to the trio thread."""
+    """Composes the parts; belongs to the trio thread.
 
-    def __init__(self, *, member: Member, coordinator: Coordinator, compute: Compute, nodes: Nodes) -> None:
+    Attributes:
+        shares: This node's shares of steps that are persisted.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        member: Member,
+        table: JobTable,
+        coordinator: Coordinator,
+        compute: Compute,
+        nodes: Nodes,
+        client: PeerReader,
+        datasets: Datasets,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        self._restore_from = config.restore_from
         self._member = member
+        self._table = table
         self._coordinator = coordinator
-        self._steps = PastSteps(nodes, compute, endpoints=nodes.endpoints)
+        self._compute = compute
+        self._datasets = datasets
+        self._steps = PastSteps(nodes, compute, endpoints=nodes.endpoints, persisted=self._persisted)
+        self.shares = nodes.shares = Shares(member, compute)
+        self._persister = Persister(
+            member=member,
+            table=table,
+            shares=self.shares,
+            calls=nodes,
+            index_file=datasets.index_file,
+            clock_ns=clock_ns,
+        )
+        member.persisted = lambda url: PersistedPeers(url, client, compute)
+        member.relieve_also(self.shares.relieve)
+
+    async def run(self) -> None:
+        """Keeps, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._persister.run)
+            if self._restore_from is not None:
+                nursery.start_soon(self._restore_new, check_url(self._restore_from))
+
+    def status(self, job: JobName) -> Mapping[str, object]:
+        """Returns what ``status.json`` says of it."""
+        persist = self._persister.status(job)
+        return {} if persist is None else {"persist": persist}
 
     async def roll_back(
         self, asked: Rollback, report: Report, stop: Callable[[Head], Awaitable[None]]
@@ -31,20 +122,92 @@ class Keeping:
         head = self._head(asked.job)
         return await self._steps.roll_back(asked, self._coordinator, report, head=head, stop=stop)
 
-    async def history(self, job: JobName) -> list[dict[str, object]]:
+    async def history(self, job: JobName) -> dict[str, object]:
         """Returns the steps that ``job`` can go back to, the newest first, as ``job history`` prints them."""
         head = self._head(job)
-        kept = await self._steps.kept(job, await self._coordinator.describe(job, head))
-        return [
-            {
-                "step": step,
-                "generation": kept[step].generation,
-                "txid": kept[step].txid,
-                "current": kept[step] == head.snapshot,
-                "kept": True,
-            }
-            for step in sorted(kept, reverse=True)
-        ]
+        known = await self._coordinator.describe(job, head)
+        kept = await self._steps.kept(job, known)
+        message = None
+        persisted: Mapping[int, Found] = {}
+        try:
+            persisted = await self._persisted(job, known.settings_json)
+        except TenplexError as error:
+            message = error.message
+        steps = []
+        for step in sorted({*kept, *persisted}, reverse=True):
+            snapshot = kept[step] if step in kept else persisted[step].snapshot
+            steps.append(
+                {
+                    "step": step,
+                    "generation": snapshot.generation,
+                    "txid": snapshot.txid,
+                    "current": snapshot == head.snapshot,
+                    "kept": step in kept,
+                    "persisted": persisted[step].place.url if step in persisted else None,
+                }
+            )
+        return {"job": job, "steps": steps, "message": message}
+
+    async def _persisted(self, job: JobName, settings_json: bytes) -> Mapping[int, Found]:
+        persist = persist_of(settings_json)
+        return await trio.to_thread.run_sync(own_steps, persist, job, settings_json)
+
+    async def restore(self, asked: Restore, report: Report) -> Head:
+        """Makes a job of a persisted step, or gives it its state; returns the head.
+
+        Raises:
+            NotFoundError: There is no such step.
+            TenplexError: Nothing changed; or a job was made, and is empty.
+        """
+        found = await trio.to_thread.run_sync(find_step, asked.url, asked.job, asked.step)
+        state, opened = await state_of(found, self._compute)
+        then = opened.manifest.settings_json
+        if asked.job not in self._table.heads():
+            layout = opened.layout_json
+            if asked.target is not None:
+                made = await self._compute(resolve, asked.target, layout, self._member.node)
+                layout = made.layout_json
+            await self._coordinator.create(asked.job, layout, plain_settings(then))
+        elif asked.target is not None:
+            raise InvalidError(f"job {asked.job}: is there, with a layout; restore it, then reconfigure it")
+        await trio.to_thread.run_sync(take_indexes, found, then, self._datasets.indexes)
+
+        async def load(known: Description) -> State:
+            if asked.only_new and known.snapshot.step is not None:
+                raise PreconditionError(f"job {asked.job}: has a state by now")
+            persist = persist_of(known.settings_json)
+            is_own = persist is not None and (Place(persist.to) / asked.job).url == found.siblings.url
+            settings = settings_with(known.settings_json, opened, is_own=is_own)
+            past = found.snapshot if is_own else None
+            return replace(state, settings_json=settings, past=past)
+
+        return await self._coordinator.replace_state(asked.job, asked.request_id, load, report)
+
+    async def _restore_new(self, url: str) -> None:
+        """Makes the jobs that are persisted below ``url`` and that nobody knows; ends when all are there."""
+        wait_s, said = _RETRY_S, ""
+        while True:
+            try:
+                names = await trio.to_thread.run_sync(Place(url).directories, abandon_on_cancel=True)
+                for name in names:
+                    await self._restore_if_new(check_job_name(name), url)
+            except PreconditionError:  # another node was quicker
+                await trio.sleep(wait_s)
+                continue
+            except TenplexError as error:
+                if said != error.message:
+                    log.warning("restoring from %s: %s", url, error)
+                said = error.message
+                await trio.sleep(wait_s)
+                wait_s = min(2 * wait_s, _RETRY_MAX_S)
+                continue
+            return
+
+    async def _restore_if_new(self, job: JobName, url: str) -> None:
+        head = self._table.heads().get(job)
+        if head is None or head.snapshot.step is None:
+            made = await self.restore(Restore(job, url, only_new=True), mute)
+            log.info("job %s: restored from %s: %s", job, url, made.snapshot)
 
     def _head(self, job: JobName) -> Head:
         shown = self._member.shown().get(job)

@@ -11,6 +11,7 @@ from tenplexfs._pb import peer_pb2
 from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
 from tenplexfs.core.stopping import Told
 from tenplexfs.errors import InvalidError
+from tenplexfs.formats.checkpoint import CheckpointFile, decode_files
 from tenplexfs.formats.values import unpack
 from tenplexfs.rpc.messages import head_to_pb, snapshot_of, snapshot_to_pb
 from tenplexfs.rpc.peer_client import PeerClient
@@ -18,6 +19,7 @@ from tenplexfs.runtime.attempts import SavePart
 from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.member import Member
 from tenplexfs.runtime.orders import Description, StageOrder, StoredPart
+from tenplexfs.runtime.persisting import Shares
 from tenplexfs.runtime.save_parts import decode_sums
 from tenplexfs.runtime.stopping import Stops
 
@@ -30,11 +32,12 @@ class Nodes:
     """Implements `runtime.orders.NodeCalls`.
 
     Attributes:
-        member, table: Of this node; set once they are made, for they need these calls themselves.
+        member, table, shares: Of this node; set once they are made, for they need these calls themselves.
     """
 
     member: Member
     table: JobTable
+    shares: Shares
 
     def __init__(self, here: NodeName, client: PeerClient, endpoints: Mapping[NodeName, str]) -> None:
         self._here = here
@@ -128,6 +131,38 @@ class Nodes:
             StoredPart(snapshot_of(part.snapshot), part.committed, tuple(map(NodeName, part.copies_of)))
             for part in reply.parts
         )
+
+    async def persist(
+        self, node: NodeName, job: JobName, txid: TxId, url: str, report: Callable[[int, int], None]
+    ) -> tuple[CheckpointFile, ...]:
+        """Returns the files that the node has written of a snapshot."""
+        if node == self._here:
+            return await self.shares.persist(job, txid, url, report)
+        request = peer_pb2.PersistRequest(job=job, txid=txid, url=url)
+        files = b""
+        async with aclosing(self._client.persist(node, request)) as replies:  # type: ignore[type-var]
+            async for reply in replies:
+                files = reply.files
+                if not files:
+                    report(reply.bytes_done, reply.bytes_total)
+        return decode_files(files)
+
+    async def persisted(self, node: NodeName, job: JobName, step: int) -> None:
+        """Tells the node which step is the newest that is persisted."""
+        if node == self._here:
+            await trio.lowlevel.checkpoint()
+            self.shares.newest[job] = step
+            return
+        request = peer_pb2.PersistRequest(job=job, persisted_step=step)
+        async with aclosing(self._client.persist(node, request)) as replies:  # type: ignore[type-var]
+            async for _ in replies:
+                continue
+
+    async def sums(self, node: NodeName, job: JobName, txid: TxId) -> bytes:
+        """Returns the sums of the arrays that the node stores of a snapshot."""
+        if node == self._here:
+            return await trio.to_thread.run_sync(self.member.sums, job, txid)
+        return (await self._client.sums(node, peer_pb2.SumsRequest(job=job, txid=txid))).sums
 
 
 class Desks:

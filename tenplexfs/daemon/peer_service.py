@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, aclosing, suppress
 
 import trio
 
@@ -11,12 +11,14 @@ from tenplexfs._pb import peer_pb2
 from tenplexfs.core.snapshot import JobName, NodeName, TxId, check_job_name, check_node_name
 from tenplexfs.daemon.view import VERSION, Metrics
 from tenplexfs.errors import NotFoundError, TenplexError
+from tenplexfs.formats.checkpoint import encode_files
 from tenplexfs.formats.values import pack
 from tenplexfs.rpc.messages import check_txid, head_of, snapshot_of, snapshot_to_pb
 from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.leases import LeaseTable
 from tenplexfs.runtime.member import Member
 from tenplexfs.runtime.orders import StageOrder
+from tenplexfs.runtime.persisting import Shares
 from tenplexfs.runtime.protocols import ArraySource
 from tenplexfs.runtime.save_parts import encode_sums
 from tenplexfs.runtime.stopping import Stops
@@ -42,6 +44,7 @@ class PeerService:
         nursery: trio.Nursery,
         learn: Callable[[Mapping[NodeName, str]], None],
         stops: Stops,
+        shares: Shares,
     ) -> None:
         self._member = member
         self._table = table
@@ -50,6 +53,7 @@ class PeerService:
         self._nursery = nursery
         self._learn = learn
         self._stops = stops
+        self._shares = shares
 
     def open_arrays(self, job: JobName, txid: TxId) -> AbstractContextManager[ArraySource]:
         """Gives the local arrays of a snapshot. For worker threads."""
@@ -65,35 +69,52 @@ class PeerService:
         """Makes this node's part of a snapshot; given up when the coordinator goes away."""
         order = _order(request)
         self._learn(order.endpoints)
-        send, receive = trio.open_memory_channel[tuple[int, int]](1)
         counted = 0
+
+        async def work(report: Callable[[int, int], None]) -> None:
+            def count(done: int, total: int) -> None:
+                nonlocal counted
+                self._metrics.staged_bytes.inc(done - counted)
+                counted = done
+                report(done, total)
+
+            await self._member.stage(order, count)
+
+        async with aclosing(self._followed(work)) as steps:
+            self._table.touch()
+            try:
+                async for done, total in steps:
+                    yield peer_pb2.StageProgress(bytes_done=done, bytes_total=total)
+            finally:
+                self._table.touch()
+
+    async def _followed(
+        self, work: Callable[[Callable[[int, int], None]], Awaitable[None]]
+    ) -> AsyncGenerator[tuple[int, int]]:
+        """Yields what ``work`` reports, bytes done and in all; ends with it, and it with this."""
+        send, receive = trio.open_memory_channel[tuple[int, int]](1)
         failures: list[TenplexError] = []
         scope = trio.CancelScope()
 
         def report(done: int, total: int) -> None:
-            nonlocal counted
-            self._metrics.staged_bytes.inc(done - counted)
-            counted = done
             with suppress(trio.WouldBlock, trio.BrokenResourceError):  # the next one tells more
                 send.send_nowait((done, total))
 
-        async def work() -> None:
+        async def run() -> None:
             with send, scope:
                 try:
-                    await self._member.stage(order, report)
+                    await work(report)
                 except TenplexError as error:
                     failures.append(error)
 
         # Not in a nursery of its own: this is a generator, which may be closed at its yield.
-        self._nursery.start_soon(work)
-        self._table.touch()
+        self._nursery.start_soon(run)
         try:
-            async for done, total in receive:
-                yield peer_pb2.StageProgress(bytes_done=done, bytes_total=total)
+            async for step in receive:
+                yield step
         finally:
             receive.close()
             scope.cancel()
-            self._table.touch()
         if failures:
             raise failures[0]
 
@@ -132,6 +153,28 @@ class PeerService:
                 for part in parts
             ]
         )
+
+    async def sums(self, request: peer_pb2.SumsRequest) -> peer_pb2.SumsReply:
+        """Returns the sums of the arrays that are here of a snapshot."""
+        job, txid = check_job_name(request.job), check_txid(request.txid)
+        return peer_pb2.SumsReply(sums=await trio.to_thread.run_sync(self._member.sums, job, txid))
+
+    async def persist(self, request: peer_pb2.PersistRequest) -> AsyncIterator[peer_pb2.PersistReply]:
+        """Writes this node's share of a step; given up when the leader goes away."""
+        job = check_job_name(request.job)
+        if not request.url:
+            self._shares.newest[job] = request.persisted_step
+            return
+        txid = check_txid(request.txid)
+        files: list[bytes] = []
+
+        async def write(report: Callable[[int, int], None]) -> None:
+            files.append(encode_files(await self._shares.persist(job, txid, request.url, report)))
+
+        async with aclosing(self._followed(write)) as steps:
+            async for done, total in steps:
+                yield peer_pb2.PersistReply(bytes_done=done, bytes_total=total)
+        yield peer_pb2.PersistReply(files=files[0])
 
     async def collect(self, request: peer_pb2.CollectRequest) -> peer_pb2.CollectReply:
         """Returns what this node's ranks have saved of a step."""

@@ -16,7 +16,7 @@ from tenplexfs.daemon.clients import Clients
 from tenplexfs.daemon.config import Config
 from tenplexfs.daemon.deciding import Deciding
 from tenplexfs.daemon.job_settings import check_settings
-from tenplexfs.daemon.keeping import Keeping
+from tenplexfs.daemon.keeping import Keeping, Restore
 from tenplexfs.daemon.node_calls import Nodes
 from tenplexfs.daemon.transactions import Transaction, Transactions
 from tenplexfs.daemon.view import VERSION, Metrics, View, progress_message
@@ -30,6 +30,7 @@ from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.member import Member
 from tenplexfs.runtime.orders import Progress, Report
 from tenplexfs.runtime.planning import Target
+from tenplexfs.storage.places import check_url
 from tenplexfs.storage.store import Mismatch
 
 __all__ = ["Service"]
@@ -246,8 +247,26 @@ class Service:
         """Returns the steps of a job that are kept or persisted."""
         job = check_job_name(request.job)
         self._view.job(job)
-        steps = await self._keeping.history(job)
-        return local_pb2.HistoryReply(json=json.dumps({"job": job, "steps": steps}))
+        return local_pb2.HistoryReply(json=json.dumps(await self._keeping.history(job)))
+
+    async def restore(self, request: local_pb2.RestoreRequest) -> AsyncIterator[control_pb2.Progress]:
+        """Makes a job of a persisted step, or replaces the state of one."""
+        given = bool(request.layout_json or request.mesh or request.nodes)
+        asked = Restore(
+            check_job_name(request.job),
+            check_url(request.url),
+            request.step if request.HasField("step") else None,
+            _target(request) if given else None,
+            request.request_id,
+        )
+
+        async def work(report: Report) -> Head:
+            return await self._keeping.restore(asked, report)
+
+        async for message in self._watch(
+            self._transactions.start(asked.job, asked.request_id, self._counted(work))
+        ):
+            yield message
 
     async def verify(self, request: local_pb2.VerifyRequest) -> AsyncIterator[local_pb2.VerifyReply]:
         """Makes all sums again."""
@@ -305,7 +324,9 @@ def _arguments(request: Message) -> bytes:
     return bytes(plain.SerializeToString(deterministic=True))
 
 
-def _target(request: control_pb2.PlanRequest | control_pb2.ReconfigureRequest) -> Target:
+def _target(
+    request: control_pb2.PlanRequest | control_pb2.ReconfigureRequest | local_pb2.RestoreRequest,
+) -> Target:
     mesh = {axis.name: axis.size for axis in request.mesh}
     if len(mesh) < len(request.mesh):
         raise InvalidError(f"mesh: an axis is named twice in {[axis.name for axis in request.mesh]}")

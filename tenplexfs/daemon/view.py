@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
@@ -56,8 +57,22 @@ class Metrics:
         self.jobs = Gauge("tenplexfs_jobs", "Jobs, by state", ["state"], registry=self.registry)
 
 
+class Kept(Protocol):
+    """Says what is kept of a job beside its newest snapshot."""
+
+    def status(self, job: JobName) -> Mapping[str, object]:
+        """Returns what ``status.json`` says of it."""
+        ...
+
+
 class View:
-    """Reads the parts of the daemon; changes nothing. Belongs to the trio thread."""
+    """Reads the parts of the daemon; changes nothing. Belongs to the trio thread.
+
+    Attributes:
+        keeping: Set once it is made.
+    """
+
+    keeping: Kept | None = None
 
     def __init__(
         self, config: Config, member: Member, table: JobTable, transactions: Transactions, metrics: Metrics
@@ -150,6 +165,7 @@ class View:
             "progress": _progress(running.progress) if running else None,
             "members": list(head.nodes) if head else [],
             "survives_node_losses": shown.survives_node_losses if shown else 0,
+            **(self.keeping.status(job) if self.keeping is not None else {}),
             "message": self._message(job) or self._away(),
         }
 

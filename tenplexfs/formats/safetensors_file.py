@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from tenplexfs.core.dtypes import itemsize_of
@@ -44,7 +44,9 @@ class FileLayout:
         return self.ends[-1] if self.ends else len(self.header)
 
 
-def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> FileLayout:
+def lay_out(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> FileLayout:
     """Returns the file of ``tensors``: path, name of the element type, shape.
 
     >>> lay_out([("a/b", "uint8", (3,)), ("c", "float32", ())]).header[8:].rstrip()
@@ -68,6 +70,8 @@ def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> FileLayout:
     if _RESERVED in names or len(names) != len(named):
         raise InvalidError(f"two tensors have one name as keys joined by dots, or one is {_RESERVED!r}")
     entries: list[str] = []
+    if metadata:
+        entries.append(f'"{_RESERVED}":{json.dumps(metadata, separators=(",", ":"), sort_keys=True)}')
     places: list[tuple[str, int]] = []
     end = 0
     for _, name, path, kind, shape, nbytes in named:

@@ -96,6 +96,14 @@ class PeerHandler(Protocol):
         """Returns what is here of a job: parts of snapshots, and copies for other nodes."""
         ...
 
+    async def sums(self, request: peer_pb2.SumsRequest) -> peer_pb2.SumsReply:
+        """Returns the sums of the arrays that are here of a snapshot."""
+        ...
+
+    def persist(self, request: peer_pb2.PersistRequest) -> AsyncIterator[peer_pb2.PersistReply]:
+        """Yields progress; the last one names the files that this node has written of a step."""
+        ...
+
     async def collect(self, request: peer_pb2.CollectRequest) -> peer_pb2.CollectReply:
         """Returns what the node's ranks have saved of a step, or, after some patience, that it is not all."""
         ...
@@ -161,6 +169,10 @@ class LocalHandler(Protocol):
     # `import` is a word of Python; the edge maps the method Import to this one.
     def import_(self, request: local_pb2.ImportRequest) -> AsyncIterator[control_pb2.Progress]:
         """Yields progress as `ControlHandler.reconfigure`, of state from a file."""
+        ...
+
+    def restore(self, request: local_pb2.RestoreRequest) -> AsyncIterator[control_pb2.Progress]:
+        """Yields progress as `ControlHandler.reconfigure`, of a state that was persisted."""
         ...
 
     async def history(self, request: local_pb2.HistoryRequest) -> local_pb2.HistoryReply:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -133,9 +134,22 @@ class PeerClient:
         Close it (`aclosing`) to stop the node's work. A stage that is cut off is not tried again: the
         coordinator knows better whether it still wants it.
         """
+        async with aclosing(self._stream(node, "Peer/Stage", request)) as replies:
+            async for reply in replies:
+                yield reply
+
+    async def persist(
+        self, node: NodeName, request: peer_pb2.PersistRequest
+    ) -> AsyncIterator[peer_pb2.PersistReply]:
+        """Yields the progress of ``node``; the last reply names the files that it wrote. Else as `stage`."""
+        async with aclosing(self._stream(node, "Peer/Persist", request)) as replies:
+            async for reply in replies:
+                yield reply
+
+    async def _stream(self, node: NodeName, method: str, request: Message) -> AsyncGenerator[Any]:
         connection = self._connection(node)
         cancel = Cancel()
-        replies = connection.stream("Peer/Stage", request, deadline_s=self._stage_deadline_s, cancel=cancel)
+        replies = connection.stream(method, request, deadline_s=self._stage_deadline_s, cancel=cancel)
 
         def following(waiting: Cancel) -> Message | None:
             waiting.watch(cancel)
@@ -163,6 +177,11 @@ class PeerClient:
     async def inventory(self, node: NodeName, request: peer_pb2.InventoryRequest) -> peer_pb2.InventoryReply:
         """Returns what ``node`` stores of a job."""
         reply: peer_pb2.InventoryReply = await self._call(node, "Peer/Inventory", request)
+        return reply
+
+    async def sums(self, node: NodeName, request: peer_pb2.SumsRequest) -> peer_pb2.SumsReply:
+        """Returns the sums of what ``node`` stores of a snapshot."""
+        reply: peer_pb2.SumsReply = await self._call(node, "Peer/Sums", request)
         return reply
 
     async def collect(self, node: NodeName, request: peer_pb2.CollectRequest) -> peer_pb2.CollectReply:

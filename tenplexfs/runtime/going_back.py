@@ -19,6 +19,7 @@ from tenplexfs.runtime.coordinator import Coordinator, State
 from tenplexfs.runtime.orders import Description, Report, StoredPart
 from tenplexfs.runtime.past import keep_steps
 from tenplexfs.runtime.planning import expand
+from tenplexfs.runtime.restoring import Found, state_of
 from tenplexfs.runtime.snapshot import rank_nodes
 from tenplexfs.runtime.tasks import run_all
 
@@ -77,6 +78,7 @@ class PastSteps:
 
     Args:
         endpoints: The nodes that are known now.
+        persisted: Returns the steps of a job that are persisted.
     """
 
     def __init__(
@@ -85,10 +87,12 @@ class PastSteps:
         compute: Compute,
         *,
         endpoints: Callable[[], Mapping[NodeName, str]],
+        persisted: Callable[[JobName, bytes], Awaitable[Mapping[int, Found]]],
     ) -> None:
         self._calls = calls
         self._compute = compute
         self._endpoints = endpoints
+        self.persisted = persisted
 
     async def kept(self, job: JobName, known: Description) -> dict[int, SnapshotId]:
         """Returns the steps that all their nodes keep, that of the head too, each with its snapshot.
@@ -137,12 +141,22 @@ class PastSteps:
         """
         kept = await self.kept(asked.job, known)
         if asked.step not in kept:
-            steps = ", ".join(map(str, sorted(kept))) or "none"
-            raise NotFoundError(f"job {asked.job}: step {asked.step} is not kept; kept steps: {steps}")
+            return await self._persisted_state(asked, known, kept)
         then = await self.describe(asked.job, kept[asked.step])
         state = State(then.snapshot.txid, then.layout_json, asked.step, values=then.values)
         settings = self._settings_back(asked, known.settings_json, then.settings_json)
         return replace(state, settings_json=settings, past=then.snapshot)
+
+    async def _persisted_state(self, asked: Rollback, known: Description, kept: Iterable[int]) -> State:
+        found = await self.persisted(asked.job, known.settings_json)
+        if asked.step not in found:
+            steps = ", ".join(map(str, sorted(kept))) or "none"
+            there = f"; persisted: {', '.join(map(str, sorted(found)))}" if found else ""
+            message = f"job {asked.job}: step {asked.step} is not kept; kept steps: {steps}{there}"
+            raise NotFoundError(message)
+        state, opened = await state_of(found[asked.step], self._compute)
+        settings = self._settings_back(asked, known.settings_json, opened.manifest.settings_json)
+        return replace(state, settings_json=settings, past=opened.manifest.snapshot)
 
     @staticmethod
     def _settings_back(asked: Rollback, now_json: bytes, then_json: bytes) -> bytes:

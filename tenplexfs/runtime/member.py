@@ -16,6 +16,7 @@ from tenplexfs.core.ptc import PTC
 from tenplexfs.core.snapshot import Head, JobName, NodeName, TxId
 from tenplexfs.core.transaction import is_older, kept_steps, settle
 from tenplexfs.errors import ConflictError, CorruptError, NotFoundError, PreconditionError, TenplexError
+from tenplexfs.runtime.array_sums import encode_array_sums
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.dataset_view import DatasetView
 from tenplexfs.runtime.datasets import Datasets
@@ -50,9 +51,11 @@ class Member:
 
     Attributes:
         saves: Of this node; set once they are made, where training processes save.
+        persisted: Returns what reads from the URL of a persisted step; set once it is made.
     """
 
     saves: Saves | None = None
+    persisted: Callable[[str], PeerReader]
 
     def __init__(
         self,
@@ -92,7 +95,8 @@ class Member:
             spill=spill,
             shown=self._shown,
         )
-        store.relieve_by(Relief(self._past))
+        self._relief = Relief(self._past)
+        store.relieve_by(self._relief)
         self._sources: dict[TxId, ArraySource] = {}
         self._expanded: dict[TxId, Expanded] = {}
         self._staging: dict[TxId, tuple[JobName, trio.CancelScope]] = {}
@@ -164,6 +168,17 @@ class Member:
         """Returns what is stored here of ``job``."""
         return tuple(StoredPart(each.id, each.committed) for each in self.store.snapshots(job))
 
+    def sums(self, job: JobName, txid: TxId) -> bytes:
+        """Returns the sums of the arrays that are here of a snapshot. For worker threads.
+
+        Raises:
+            NotFoundError: There is no such snapshot here.
+        """
+        stored = self._stored(job).get(txid)
+        if stored is None:
+            raise NotFoundError(f"node {self.node}: stores no snapshot {txid} of job {job}")
+        return encode_array_sums(stored)
+
     @contextmanager
     def open_arrays(self, job: JobName, txid: TxId) -> Iterator[ArraySource]:
         """Gives the local arrays of a snapshot, committed or staged. For worker threads.
@@ -180,6 +195,10 @@ class Member:
             raise NotFoundError(f"node {self.node}: stores no snapshot {txid} of job {job}")
         with self.store.arrays(stored) as arrays:
             yield arrays
+
+    def relieve_also(self, relieve: Callable[[], Awaitable[bool]]) -> None:
+        """Has ``relieve`` asked, too, when the store has no room for something else; see `Relief`."""
+        self._relief.others.append(relieve)
 
     @contextmanager
     def serving(self, txid: TxId, source: ArraySource) -> Iterator[None]:
@@ -245,7 +264,8 @@ class Member:
             if part is not None and order.base_txid is not None:
                 with self._base(order.job, order.base_txid) as base:
                     txid = order.snapshot.txid
-                    staging = Staging(ingest, part, base, self._peers, self._scatter, report, txid=txid)
+                    peers = self.persisted(order.source) if order.source else self._peers
+                    staging = Staging(ingest, part, base, peers, self._scatter, report, txid=txid)
                     with self.serving(txid, staging.board):  # to nodes that have it passed on to them
                         await staging.run()
             else:

@@ -6,7 +6,7 @@ Belongs to the trio thread.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -243,14 +243,19 @@ class Past:
 
 
 class Relief:
-    """Frees what is past when the store has no room; called in its worker threads."""
+    """Frees what is not needed when the store has no room; called in its worker threads.
+
+    Attributes:
+        others: Asked, in order, when nothing is left that is past; each returns whether it freed something.
+    """
 
     def __init__(self, past: Past) -> None:
+        self.others: list[Callable[[], Awaitable[bool]]] = []
         self._past = past
 
     def relieve(self) -> bool:
-        """Frees the oldest that nobody has a file of open."""
-        return trio.from_thread.run(self._past.relieve)
+        """Frees the oldest that nobody has a file of open, or what is not of the newest snapshot."""
+        return any(trio.from_thread.run(relieve) for relieve in (self._past.relieve, *self.others))
 
     def holders(self) -> list[str]:
         """Returns who has files of it open or mapped."""

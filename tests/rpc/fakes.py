@@ -89,6 +89,12 @@ class Peer:
     async def inventory(self, request):
         return peer_pb2.InventoryReply(parts=[peer_pb2.StoredPart(copies_of=[request.job])])
 
+    async def sums(self, request):
+        return peer_pb2.SumsReply(sums=request.txid.encode())
+
+    async def persist(self, request):
+        yield peer_pb2.PersistReply(files=request.url.encode())
+
     async def collect(self, request):
         return peer_pb2.CollectReply(is_complete=True, values=request.leader.encode())
 
@@ -112,6 +118,9 @@ class Local:
 
     async def import_(self, request):
         yield control_pb2.Progress(phase="done", message=request.path)
+
+    async def restore(self, request):
+        yield control_pb2.Progress(phase="done", message=request.url)
 
     async def history(self, request):
         return local_pb2.HistoryReply(json=request.job)

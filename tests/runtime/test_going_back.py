@@ -30,7 +30,15 @@ async def back(cluster: Cluster, step: int, *, by: int = 0, **asked: object) -> 
     async def stop(head):
         stopped.append(head)
 
-    steps = PastSteps(cluster.calls, inline, endpoints=lambda: dict.fromkeys(cluster.calls.nodes, ""))
+    async def persisted(job, settings_json):
+        return {}
+
+    steps = PastSteps(
+        cluster.calls,
+        inline,
+        endpoints=lambda: dict.fromkeys(cluster.calls.nodes, ""),
+        persisted=persisted,
+    )
     head = node.member.shown()[JOB].head
     made = await steps.roll_back(
         Rollback(JOB, step, **asked), node.coordinator, lambda progress: None, head=head, stop=stop

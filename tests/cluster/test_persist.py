@@ -1,0 +1,193 @@
+"""Steps that are persisted, read by safetensors' own reader, and given back at other layouts, through kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tenplexfs
+from tests.cluster.daemons import Daemon, Daemons, check, until
+from tests.runtime.cluster import write_safetensors
+
+safe = pytest.importorskip("safetensors.numpy")
+pytestmark = [pytest.mark.cluster, pytest.mark.mount]
+
+SHAPE = (512, 1032)
+
+
+def layout(nodes: dict[str, list[int]] | None = None) -> dict[str, Any]:
+    return {
+        "format": "tenplexfs-layout",
+        "version": 1,
+        "mesh": {"dp": 2, "tp": 2},
+        "nodes": nodes or {"node0": [0, 1], "node1": [2, 3]},
+        "tensors": {
+            "w": {"shape": SHAPE, "dtype": "float32", "shard": [{"axis": "tp", "dim": 1}]},
+            "m": {"shape": SHAPE, "dtype": "float64", "shard": [{"axis": ["tp", "dp"], "dim": 0}]},
+            "b": {"shape": [7], "dtype": "int8"},
+        },
+        "dataset": {"axis": "dp", "global_batch": 4},
+    }
+
+
+def whole(step: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(step)
+    return {
+        "w": rng.standard_normal(SHAPE).astype(np.float32),
+        "m": rng.standard_normal(SHAPE),
+        "b": rng.integers(-128, 128, 7).astype(np.int8),
+    }
+
+
+def held(rank: int, step: int) -> dict[str, np.ndarray]:
+    dp, tp = divmod(rank, 2)
+    state = whole(step)
+    half, quarter = SHAPE[1] // 2, SHAPE[0] // 4
+    row = (tp * 2 + dp) * quarter
+    return {
+        "w": state["w"][:, tp * half : (tp + 1) * half],
+        "m": state["m"][row : row + quarter],
+        "b": state["b"],
+    }
+
+
+class Job:
+    def __init__(self, daemons: Daemons, persist: dict[str, Any], **settings: object) -> None:
+        self.daemons = daemons
+        self.first = daemons.nodes[0]
+        base = daemons.base
+        (base / "layout.json").write_text(json.dumps(layout()))
+        chosen = [f"--set={name}={json.dumps(value)}" for name, value in settings.items()]
+        created = ["--layout", str(base / "layout.json"), "--set", f"persist={json.dumps(persist)}", *chosen]
+        self.first.ok("job", "create", "gpt", *created)
+
+    def load(self, step: int) -> None:
+        write_safetensors(self.daemons.base / "model.safetensors", whole(step))
+        self.first.ok("import", "gpt", str(self.daemons.base / "model.safetensors"), "--step", str(step))
+
+    def save(self, step: int) -> None:
+        nodes = self.first.job()["nodes"]
+        where = {rank: node for node in self.daemons.nodes for rank in nodes.get(node.name, ())}
+        saves = []
+        for rank, node in sorted(where.items()):
+            path = node.mount / "gpt/model" / str(rank)
+            tenplexfs.load(path)
+            state = {**held(rank, step), "lr": step / 8, "rank": rank}
+            saves.append(tenplexfs.save(state, path, step=step, wait=False))
+        for each in saves:
+            each.wait()
+
+    def status(self, node: Daemon | None = None) -> dict[str, Any]:
+        file = (node or self.first).mount / ".tenplexfs/jobs/gpt/status.json"
+        return json.loads(file.read_text())["persist"]
+
+    def until_persisted(self, step: int) -> None:
+        until(lambda: all(self.status(node)["last_step"] == step for node in self.daemons.nodes))
+
+
+def persisted(place: Path) -> dict[int, Path]:
+    """The steps in a directory, by what is there and nothing else."""
+    return {int(each.parent.name.split(".")[0]): each.parent for each in place.glob("*/manifest.json")}
+
+
+def assembled(step: Path) -> dict[str, np.ndarray]:
+    """The whole tensors of a persisted step: its files by safetensors' reader, put together by hand."""
+    found: dict[tuple[int, str], np.ndarray] = {}
+    for file in sorted((step / "model").iterdir()):
+        rank = int(file.name.split("-")[0])
+        found.update({(rank, name): array for name, array in safe.load_file(file).items()})
+    assert sorted(found) == [(0, "b"), (0, "m"), (0, "w"), (1, "m"), (1, "w"), (2, "m"), (3, "m")]
+    return {
+        "w": np.concatenate([found[0, "w"], found[1, "w"]], axis=1),
+        "m": np.concatenate([found[0, "m"], found[2, "m"], found[1, "m"], found[3, "m"]]),
+        "b": found[0, "b"],
+    }
+
+
+def same(found: dict[str, np.ndarray], step: int) -> None:
+    for name, array in whole(step).items():
+        assert found[name].tobytes() == array.tobytes(), name
+
+
+@pytest.fixture
+def two(tmp_path) -> Iterator[Daemons]:
+    with Daemons(tmp_path, 2, memory="256MiB") as daemons:
+        yield daemons
+
+
+def test_steps_are_persisted_pruned_gone_back_to_and_restored_elsewhere(two, tmp_path):
+    place = tmp_path / "läufe hier"
+    job = Job(two, {"to": str(place), "every": 10, "keep": 2}, keep_steps=1)
+    job.load(0)
+    np.save(tmp_path / "rows.npy", np.arange(4000, dtype=np.int64))
+    job.first.ok("dataset", "add", "gpt", "train", "--source", str(tmp_path / "rows.npy"))
+    job.until_persisted(0)
+    for step in (4, 10, 15, 22):
+        job.save(step)
+        if step % 10 < 5 and step > 4:
+            job.until_persisted(step)
+    found = persisted(place / "gpt")
+    assert sorted(found) == [10, 22]
+    same(assembled(found[10]), 10)
+    same(assembled(found[22]), 22)
+    status = job.status(two.nodes[1])
+    assert (status["by"], status["last_step"], status["failure"]) == ("node0", 22, None)
+    steps = job.first.ok("job", "history", "gpt")["steps"]
+    assert [(each["step"], each["kept"], bool(each["persisted"])) for each in steps] == [
+        (22, True, True),
+        (10, False, True),
+    ]
+
+    # back to a step that only the directory has, at another layout, with its samples
+    job.first.ok("reconfigure", "gpt", "--mesh", "dp=1,tp=4")
+    made = job.first.ok("job", "rollback", "gpt", "--step", "10", "--skip-samples", "8")
+    assert made["plan"]["bytes"]["moved"] > 0
+    for node in two.nodes:
+        assert (node.job()["step"], node.job()["mesh"][1]["size"]) == (10, 4)
+        assert node.job()["datasets"]["train"]["consumed"] == 48
+        check(node.mount, "gpt", whole(10))
+    assert tenplexfs.load(job.first.mount / "gpt/model/0")["lr"] == 10 / 8
+    job.first.ok("job", "remove", "gpt")
+    assert sorted(persisted(place / "gpt")) == [10, 22]
+
+    # another cluster, one node, knows nothing but the directory
+    (tmp_path / "other").mkdir()
+    with Daemons(tmp_path / "other", 1, memory="256MiB") as others:
+        (lone,) = others.nodes
+        status, content, _ = lone.run("job", "restore", "gpt", "--from", str(place))
+        assert (status, "no such node is known" in content["error"]["message"]) == (1, True), content
+        spread = ["--mesh", "dp=2,tp=1", "--nodes", "node0:2"]
+        lone.ok("job", "restore", "gpt", "--from", str(place), "--step", "10", *spread)
+        check(lone.mount, "gpt", whole(10))
+        assert lone.job()["datasets"]["train"]["consumed"] == 40
+        assert np.load(lone.mount / "gpt/dataset/train/0/0/order.npy").shape == (1980,)
+        lone.ok("job", "restore", "gpt", "--from", str(place / "gpt"))
+        check(lone.mount, "gpt", whole(22))
+        assert lone.job()["generation"] == 2
+        for arguments, said in (
+            (["--from", str(place), "--step", "11"], "step 11 of job gpt is not there; persisted: 10, 22"),
+            (["--from", str(place), *spread], "is there, with a layout"),
+            (["--from", str(tmp_path / "nothing")], "no persisted step of job gpt"),
+            (["--from", "ftp://x/y"], "need an absolute path, or s3://"),
+        ):
+            status, content, _ = lone.run("job", "restore", "gpt", *arguments)
+            assert (status, said in content["error"]["message"]) == (1, True), content
+
+        # a byte that changed is found before anything is shown
+        file = next((persisted(place / "gpt")[22] / "model").glob("00001*"))
+        data = bytearray(file.read_bytes())
+        data[-5] ^= 1
+        file.write_bytes(data)
+        status, content, _ = lone.run("job", "restore", "gpt", "--from", str(place))
+        assert (status, "checksum" in content["error"]["message"]) == (1, True), content
+        assert lone.job()["generation"] == 2
+        check(lone.mount, "gpt", whole(22))
