@@ -1,13 +1,12 @@
-"""The decisions of a switch, without I/O: the next snapshot, what a lost reply meant, what a node keeps.
+"""The order of snapshots, without I/O: which comes next, which is older, which are kept.
 
-The head in the registry is the one truth. A coordinator moves it by compare-and-set; a node compares what it
-stores with it.
+The head in the registry is the one truth. A coordinator moves it by compare-and-set (`core.coordination`); a
+node compares what it stores with it (`core.membership`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from enum import Enum
 
 from tenplexfs.core.snapshot import Head, SnapshotId, TxId
@@ -15,13 +14,11 @@ from tenplexfs.errors import ConflictError
 
 __all__ = [
     "Outcome",
-    "Settlement",
     "after_lost_reply",
     "check_expected",
     "is_older",
     "kept_steps",
     "next_snapshot",
-    "settle",
 ]
 
 
@@ -31,21 +28,6 @@ class Outcome(Enum):
     COMMITTED = "committed"
     NOT_MOVED = "not moved"
     LOST = "lost"
-
-
-@dataclass(frozen=True, slots=True)
-class Settlement:
-    """What a node does about a job after it learned the head.
-
-    Attributes:
-        show: The stored snapshot that is the head, or None when this node stores none of it.
-        commit: Whether ``show`` is only staged, so that the manifest has to say it is committed.
-        drop: Stored snapshots that no head names any more.
-    """
-
-    show: TxId | None
-    commit: bool
-    drop: tuple[TxId, ...]
 
 
 def next_snapshot(head: Head | None, txid: TxId, *, step: int | None) -> SnapshotId:
@@ -82,24 +64,13 @@ def after_lost_reply(expected: Head | None, wanted: Head | None, current: Head |
     return Outcome.NOT_MOVED if current == expected else Outcome.LOST
 
 
-def is_older(head: Head, shown: SnapshotId) -> bool:
-    """Returns whether ``head`` is what the job was before ``shown``: news that came late."""
+def is_older(snapshot: SnapshotId, other: SnapshotId) -> bool:
+    """Returns whether a job that is at ``other`` was, or could only have been, at ``snapshot`` before."""
 
-    def order(snapshot: SnapshotId) -> tuple[int, int]:
-        return snapshot.generation, -1 if snapshot.step is None else snapshot.step
+    def order(each: SnapshotId) -> tuple[int, int]:
+        return each.generation, -1 if each.step is None else each.step
 
-    return order(head.snapshot) < order(shown)
-
-
-def settle(head: Head | None, stored: Mapping[TxId, bool]) -> Settlement:
-    """Returns what a node does with its ``stored`` snapshots (txid -> committed) of a job, given its head."""
-    txid = head.snapshot.txid if head is not None else None
-    show = txid if txid in stored else None
-    return Settlement(
-        show=show,
-        commit=show is not None and not stored[show],
-        drop=tuple(sorted(each for each in stored if each != txid)),
-    )
+    return order(snapshot) < order(other)
 
 
 def kept_steps(head: SnapshotId, past: Iterable[SnapshotId], *, count: int) -> frozenset[TxId]:

@@ -160,18 +160,20 @@ async def _start(
         spill=config.spill,
         datasets=datasets,
     )
+    me = NodeInfo(config.node, _reachable(config.listen), store.incarnation, VERSION)
+    living = Living(registry, me)
     coordinator = Coordinator(
         node=config.node,
         registry=registry,
         calls=nodes,
         compute=compute,
         endpoints=nodes.endpoints,
+        living=living.nodes,
         new_txid=_new_txid,
         clock_ns=time.time_ns,
     )
     table = nodes.table = JobTable(member, registry, coordinator.describe)
-    me = NodeInfo(config.node, _reachable(config.listen), store.incarnation, VERSION)
-    living = Living(registry, me, table.touch)
+    living.heard = table.touch
     webhooks = Webhooks(nursery, insecure=config.insecure)
     transactions = Transactions(nursery, table.touch, lambda ended: webhooks.tell(*view.event(ended)))
     view = View(config, member, table, transactions, metrics)
@@ -223,9 +225,9 @@ async def _start(
         nursery=nursery,
         learn=nodes.learn,
         stops=clients.stops,
+        shares=keeping.shares,
     )
     await stack.enter_async_context(
-        shares=keeping.shares,
         server.serve(
             nursery,
             control=service,
@@ -255,10 +257,10 @@ async def _start(
     nursery.start_soon(living.run)
     stack.push_async_callback(living.withdraw)
     await nursery.start(clients.run)
+    nursery.start_soon(keeping.run)
     if config.mount is not None:
         mount = await stack.enter_async_context(Mount(tree, config.mount, allow_other=config.allow_other))
         nursery.start_soon(_stop_when, mount.ended, stop)
-    nursery.start_soon(keeping.run)
         await check_mount(mount.path)
     nursery.start_soon(watch, config.mount)
 

@@ -218,4 +218,6 @@ def _stage_request(order: StageOrder) -> peer_pb2.StageRequest:
         values=order.values,
         is_save=order.is_save,
         source=order.source,
+        lost=order.lost,
+        fence=order.fence,
     )

@@ -222,4 +222,6 @@ def _order(request: peer_pb2.StageRequest) -> StageOrder:
         values=request.values,
         is_save=request.is_save,
         source=request.source,
+        lost=tuple(map(check_node_name, request.lost)),
+        fence=request.fence,
     )

@@ -87,7 +87,7 @@ class View:
         """Returns "empty", "ready", "reconfiguring", "undecided", "paused" or "failed"."""
         running = self._transactions.running(job)
         shown = self._member.shown().get(job)
-        if running is not None and running.progress.phase == "committing" and self._table.registry_away:
+        if running is not None and running.progress.is_undecided:
             return "undecided"
         if running is not None or self._member.is_staging(job):
             return "reconfiguring"

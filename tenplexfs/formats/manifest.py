@@ -63,6 +63,7 @@ class StoredSnapshot:
         arrays: (rank, tensor path as shown) -> where the array lies; several may share one.
         settings_json: The settings of the job, or nothing.
         values: What the ranks hold beside tensors, as `formats.values` packs it, or nothing.
+        fence: Of the lock under which it was staged.
     """
 
     job: JobName
@@ -73,6 +74,7 @@ class StoredSnapshot:
     arrays: Mapping[tuple[int, str], ArrayRef]
     settings_json: bytes = b""
     values: bytes = b""
+    fence: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,7 @@ class _Snapshot(msgspec.Struct):
     arrays: list[_Ref]
     settings_json: bytes
     values: bytes = b""
+    fence: int = 0
 
 
 class _Manifest(msgspec.Struct):
@@ -184,6 +187,7 @@ def encode_snapshot(stored: StoredSnapshot) -> bytes:
             list(refs.values()),
             stored.settings_json,
             stored.values,
+            stored.fence,
         )
     )
 
@@ -222,6 +226,7 @@ def decode_snapshot(data: bytes, *, committed: bool) -> StoredSnapshot:
         arrays,
         packed.settings_json,
         packed.values,
+        packed.fence,
     )
 
 

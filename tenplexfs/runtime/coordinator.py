@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Awaitable, Callable, Mapping
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
@@ -25,9 +25,12 @@ from tenplexfs.runtime.heads import HeadMover
 from tenplexfs.runtime.orders import Description, NodeCalls, Progress, Report
 from tenplexfs.runtime.planning import Resolved, Target, plan_summary, regroup_values, resolve
 from tenplexfs.runtime.protocols import Lock, Registry
-from tenplexfs.runtime.switching import Base, Switch, Switcher, mute
+from tenplexfs.runtime.recovery import Recovery
+from tenplexfs.runtime.switching import Base, SourcesLostError, Switch, Switcher, mute
 
 __all__ = ["Change", "Coordinator", "Saved", "State"]
+
+log = logging.getLogger(__name__)
 
 _SAVE_S = 5.0  # how long a save, which is quick, may have the lock before others give up
 _SWITCH_S = 600.0  # how long a save waits for what else switches the job
@@ -100,6 +103,7 @@ class Coordinator:
     Args:
         node: This one.
         endpoints: The nodes that are known now, this one too, and where they listen.
+        living: The nodes that the registry says are alive.
         new_txid: Makes a fresh name for a transaction.
         clock_ns: Wall clock.
     """
@@ -112,6 +116,7 @@ class Coordinator:
         calls: NodeCalls,
         compute: Compute,
         endpoints: Callable[[], Mapping[NodeName, str]],
+        living: Callable[[], Collection[NodeName]],
         new_txid: Callable[[], TxId],
         clock_ns: Callable[[], int],
     ) -> None:
@@ -119,8 +124,14 @@ class Coordinator:
         self._heads = HeadMover(registry)
         self._calls = calls
         self._switcher = Switcher(
-            node=node, heads=self._heads, calls=calls, endpoints=endpoints, clock_ns=clock_ns
+            node=node,
+            heads=self._heads,
+            calls=calls,
+            endpoints=endpoints,
+            living=living,
+            clock_ns=clock_ns,
         )
+        self._recovery = Recovery(calls=calls, compute=compute, living=living)
         self._compute = compute
         self._endpoints = endpoints
         self._new_txid = new_txid
@@ -182,34 +193,63 @@ class Coordinator:
 
         async def body(lock: Lock, head: Head | None) -> Head:
             head = _existing(job, head)
-            base = await self.describe(job, head)
-            if has_request(base.settings_json, request):
+            survey = await self._recovery.survey(job, head)
+            if has_request(survey.known.settings_json, request):
                 return head
-            wanted = await self._wanted(change, head, base)
-            if _is_so(change, wanted, head, base):
+            wanted = await self._wanted(change, head, survey.known, lost=survey.lost)
+            if _is_so(change, wanted, head, survey.known) and not survey.empty:
                 return head
             check_expected(head, change.expected_generation)
             self._check_known(wanted)
-            snapshot = next_snapshot(head, self._txid(request, head), step=head.snapshot.step)
-            datasets = await self._planned_datasets(base, head, wanted)
-            base = await self._begun(base, head.snapshot.step, head.snapshot.step, wanted)
-            source = None if head.snapshot.step is None else Base(head.snapshot.txid, base.layout_json)
-            planned = Progress("staging")
-            if source is not None:
-                summary = await self._compute(
-                    plan_summary, base.layout_json, wanted.layout_json, change.drop, values=base.values
-                )
-                planned = replace(planned, plan={**summary, "dataset": datasets})
-            values = base.values
-            if values:
-                values = await self._compute(regroup_values, values, wanted.layout_json)
-            settings_json = add_request(with_paused(base.settings_json, change.paused), request)
-            to = Switch(
-                snapshot, wanted, settings_json, source, drop=change.drop, values=values, planned=planned
-            )
-            return await self._switcher.switch(lock, head, to, report)
+            lost = survey.lost
+            while True:
+                to = await self._moved(change, head, survey.known, wanted, lost, request)
+                try:
+                    return await self._switcher.switch(lock, head, to, report)
+                except SourcesLostError as error:
+                    if error.nodes <= lost:
+                        raise
+                    log.warning("job %s: %s; planning again", job, error)
+                    report(Progress("planning", f"{error.message}; planning again"))
+                    lost |= error.nodes
 
         return await self._heads.under_lock(job, self._owner(request), body, patience_s=_SAVE_S)
+
+    async def _moved(
+        self,
+        change: Change,
+        head: Head,
+        known: Description,
+        wanted: Resolved,
+        lost: frozenset[NodeName],
+        request: Request,
+    ) -> Switch:
+        """Returns what moves a job to the layout ``wanted``, without ``lost`` nodes of its head."""
+        base, planned = None, Progress("staging")
+        datasets = await self._planned_datasets(known, head, wanted)
+        if head.snapshot.step is not None:
+            found = await self._recovery.base_for(change.job, head, known, wanted, lost, drop=change.drop)
+            base, known = found.base, found.known
+            planned = Progress("staging", found.message, plan={**found.plan, "dataset": datasets})
+        step = known.snapshot.step
+
+        async def can_do_without(gone: frozenset[NodeName]) -> bool:
+            return await self._recovery.has_replicas(known, wanted, lost | gone, drop=change.drop)
+
+        began = await self._begun(known, step, step, wanted)
+        values = known.values
+        if values:
+            values = await self._compute(regroup_values, values, wanted.layout_json)
+        return Switch(
+            next_snapshot(head, self._new_txid(), step=step),
+            wanted,
+            add_request(with_paused(began.settings_json, change.paused), request),
+            base,
+            drop=change.drop,
+            values=values,
+            planned=planned,
+            can_do_without=can_do_without,
+        )
 
     async def commit_save(self, saved: Saved) -> Head:
         """Commits a step that all ranks have saved; returns the head.
@@ -249,7 +289,9 @@ class Coordinator:
         )
         return {**summary, "dataset": await self._planned_datasets(base, head, wanted)}
 
-    async def _wanted(self, change: Change, head: Head, base: Description) -> Resolved:
+    async def _wanted(
+        self, change: Change, head: Head, base: Description, *, lost: Collection[NodeName] = ()
+    ) -> Resolved:
         return await self._compute(
             resolve,
             change.target,
@@ -257,6 +299,7 @@ class Coordinator:
             self._node,
             has_state=head.snapshot.step is not None,
             drop=change.drop,
+            lost=tuple(sorted(lost)),
         )
 
     async def replace_state(
@@ -286,7 +329,7 @@ class Coordinator:
             wanted = await self._compute(resolve, Target(layout_json=known.layout_json), None, self._node)
             self._check_known(wanted)
             summary = await self._compute(plan_summary, state.layout_json, wanted.layout_json, ())
-            snapshot = next_snapshot(head, self._txid(request, head), step=state.step)
+            snapshot = next_snapshot(head, self._new_txid(), step=state.step)
             if state.settings_json is None:
                 known = await self._begun(known, head.snapshot.step, state.step, wanted)
             else:
@@ -334,7 +377,7 @@ class Coordinator:
             if changed == known.settings_json:
                 return head
             settings_json = add_request(changed, request)
-            snapshot = next_snapshot(head, self._txid(request, head), step=head.snapshot.step)
+            snapshot = next_snapshot(head, self._new_txid(), step=head.snapshot.step)
             source = None if head.snapshot.step is None else Base(head.snapshot.txid, known.layout_json)
             to = Switch(snapshot, wanted, settings_json, source, values=known.values)
             return await self._switcher.switch(lock, head, to, report)
@@ -396,13 +439,6 @@ class Coordinator:
                 f"nodes: {', '.join(unknown)} in the layout: no such node is known; "
                 f"known: {', '.join(sorted(known))}"
             )
-
-    def _txid(self, request: Request, head: Head) -> TxId:
-        """Returns the name of what ``request`` makes of ``head``: no other snapshot of the job has it."""
-        if not request.id:
-            return self._new_txid()
-        text = f"{request.key}\0{head.snapshot.txid}"
-        return TxId(hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
 
     def _owner(self, request: Request) -> str:
         return f"{self._node}:{request.key or self._new_txid()}"

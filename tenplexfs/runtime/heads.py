@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import trio
 
+from tenplexfs.core.coordination import Commitment, Next, Reply
 from tenplexfs.core.snapshot import Head, JobName
-from tenplexfs.core.transaction import Outcome, after_lost_reply
 from tenplexfs.errors import ConflictError, TenplexError, UnavailableError
 from tenplexfs.runtime.protocols import Lock, Registry
 
@@ -113,43 +113,51 @@ class HeadMover:
         except TenplexError as error:  # it ends by itself
             log.warning("job %s: the lock could not be given back: %s", lock.job, error)
 
-    async def commit(self, lock: Lock, expected: Head | None, new: Head | None) -> None:
+    async def commit(
+        self,
+        lock: Lock,
+        expected: Head | None,
+        new: Head | None,
+        *,
+        undecided: Callable[[str], None] = lambda why: None,
+    ) -> None:
         """Moves the head; returns when it is known to have moved.
+
+        Args:
+            lock: Of the job.
+            expected: What the head is.
+            new: What it shall be.
+            undecided: Called, with the reason, whenever nobody can know yet whether it has moved.
 
         Raises:
             ConflictError: It has not, and never will.
         """
-        lost: TenplexError | None = None
-        refused: ConflictError | None = None
+        machine = Commitment(expected, new)
+        why: TenplexError | None = None
         while True:
             with trio.CancelScope(shield=True):
+                reply = Reply.MOVED
                 try:
                     await self._registry.compare_and_set(lock, expected, new)
-                except UnavailableError as error:
-                    lost = error
                 except ConflictError as error:
-                    if lost is None:
-                        raise
-                    refused = error
-                else:
-                    return
-                outcome = await self._outcome(lock.job, expected, new)
-            if outcome is Outcome.COMMITTED:
+                    reply, why = Reply.REFUSED, error
+                except UnavailableError as error:
+                    reply, silence = Reply.SILENT, error
+                following = machine.replied(reply)
+                if following is Next.READ:
+                    try:
+                        _, heads = await self._registry.heads()
+                    except UnavailableError as error:
+                        silence = error
+                    else:
+                        following = machine.read(heads.get(lock.job))
+            if following is Next.DONE:
                 return
-            if outcome is not None and refused is not None:
-                # what refused this one, a lock or head that is no more, refuses every one sent before it
-                raise refused
-            if outcome is Outcome.LOST:
-                raise ConflictError(f"job {lock.job}: somebody else moved the head; plan again")
-            log.warning("job %s: undecided until the registry answers: %s", lock.job, lost)
+            if following is Next.REFUSED:
+                raise why or ConflictError(f"job {lock.job}: somebody else moved the head; plan again")
+            log.warning("job %s: undecided until the registry answers: %s", lock.job, silence)
+            undecided(silence.message)
             await trio.sleep(_RETRY_S)
-
-    async def _outcome(self, job: JobName, expected: Head | None, new: Head | None) -> Outcome | None:
-        try:
-            _, heads = await self._registry.heads()
-        except UnavailableError:
-            return None
-        return after_lost_reply(expected, new, heads.get(job))
 
 
 def _away(job: JobName, error: UnavailableError) -> UnavailableError:

@@ -25,16 +25,16 @@ class Living:
 
     Args:
         me: This node, announced as long as `run` runs.
-        heard: Called after each change of `nodes`.
         ttl_s: A daemon that says nothing for so long is taken for dead.
+
+    Attributes:
+        heard: Called after each change of `nodes`.
     """
 
-    def __init__(
-        self, registry: NodeRegistry, me: NodeInfo, heard: Callable[[], None], *, ttl_s: float = _TTL_S
-    ) -> None:
+    def __init__(self, registry: NodeRegistry, me: NodeInfo, *, ttl_s: float = _TTL_S) -> None:
+        self.heard: Callable[[], None] = lambda: None
         self._registry = registry
         self._me = me
-        self._heard = heard
         self._ttl_s = ttl_s
         self._nodes: Mapping[NodeName, NodeInfo] = {}
         self._scope = trio.CancelScope()
@@ -50,7 +50,7 @@ class Living:
                 nursery.start_soon(self._announce)
                 async for living in self._registry.watch_nodes():
                     self._nodes = living
-                    self._heard()
+                    self.heard()
 
     async def withdraw(self) -> None:
         """Ends `run`, and tells the others not to wait for this node."""

@@ -1,6 +1,7 @@
 """What a node does: makes its part of new snapshots, shows what the head says, lets go of what is past.
 
-Belongs to the trio thread, but for `Member.open_arrays`.
+What it does about what it hears is `core.membership`'s to say. Belongs to the trio thread, but for
+`Member.open_arrays`.
 """
 
 from __future__ import annotations
@@ -12,24 +13,26 @@ from pathlib import Path
 
 import trio
 
+from tenplexfs.core.membership import Membership, Part
 from tenplexfs.core.ptc import PTC
 from tenplexfs.core.snapshot import Head, JobName, NodeName, TxId
-from tenplexfs.core.transaction import is_older, kept_steps, settle
+from tenplexfs.core.transaction import kept_steps
 from tenplexfs.errors import ConflictError, CorruptError, NotFoundError, PreconditionError, TenplexError
 from tenplexfs.runtime.array_sums import encode_array_sums
 from tenplexfs.runtime.compute import Compute
-from tenplexfs.runtime.dataset_view import DatasetView
 from tenplexfs.runtime.datasets import Datasets
-from tenplexfs.runtime.fetching import Fetcher, Handles
+from tenplexfs.runtime.fetching import Handles
 from tenplexfs.runtime.leases import LeaseTable
+from tenplexfs.runtime.making import Maker
 from tenplexfs.runtime.namespace import Namespace
 from tenplexfs.runtime.orders import Description, StageOrder, StoredPart
-from tenplexfs.runtime.past import GRACE_S, Held, Past, Relief, Shown, job_memory_bytes, keep_steps, step_name
-from tenplexfs.runtime.planning import Expanded, StagePart, expand, stage_part
-from tenplexfs.runtime.protocols import ArraySource, PeerReader
+from tenplexfs.runtime.past import GRACE_S, Held, Past, Relief, Shown, keep_steps, step_name
+from tenplexfs.runtime.planning import Expanded, expand
+from tenplexfs.runtime.protocols import PeerReader
 from tenplexfs.runtime.saving import Saves
-from tenplexfs.runtime.snapshot import LocalArrays, NoArrays, Snapshot, rank_nodes
-from tenplexfs.runtime.staging import Base, ScatterFactory, Staging
+from tenplexfs.runtime.snapshot import Snapshot
+from tenplexfs.runtime.staging import ScatterFactory
+from tenplexfs.runtime.views import Views
 from tenplexfs.storage.store import Store, StoredSnapshot
 
 __all__ = ["Member", "Shown"]
@@ -52,6 +55,7 @@ class Member:
     Attributes:
         saves: Of this node; set once they are made, where training processes save.
         persisted: Returns what reads from the URL of a persisted step; set once it is made.
+        open_arrays, serving: Of `Maker`.
     """
 
     saves: Saves | None = None
@@ -79,12 +83,14 @@ class Member:
         self.node = node
         self.store = store
         self._tree = tree
-        self._peers = peers
-        self._scatter = scatter
         self._handles = handles
         self._compute = compute
-        self._read_timeout_s = read_timeout_s
-        self._remote_reads = remote_reads
+        self._views = Views(node, store, peers, handles, read_timeout_s, remote_reads, datasets)
+        self._maker = Maker(
+            node=node, store=store, peers=peers, scatter=scatter, compute=compute, views=self._views
+        )
+        self.open_arrays = self._maker.open_arrays
+        self.serving = self._maker.serving
         self._shown: dict[JobName, Shown] = {}
         self._past = Past(
             store=store,
@@ -97,9 +103,9 @@ class Member:
         )
         self._relief = Relief(self._past)
         store.relieve_by(self._relief)
-        self._sources: dict[TxId, ArraySource] = {}
         self._expanded: dict[TxId, Expanded] = {}
         self._staging: dict[TxId, tuple[JobName, trio.CancelScope]] = {}
+        self._fences: dict[JobName, int] = {}
         self._locks: dict[JobName, trio.Lock] = {}
 
     # What others ask about.
@@ -142,7 +148,7 @@ class Member:
 
     def holds(self, job: JobName, txid: TxId) -> bool:
         """Returns whether this node can send bytes of a snapshot."""
-        return txid in self._sources or txid in self._stored(job)
+        return self._maker.serves(txid) or txid in self._stored(job)
 
     def describe(self, job: JobName, txid: TxId | None) -> Description:
         """Returns what is stored here of a snapshot; of the one that is shown when ``txid`` is None.
@@ -179,35 +185,9 @@ class Member:
             raise NotFoundError(f"node {self.node}: stores no snapshot {txid} of job {job}")
         return encode_array_sums(stored)
 
-    @contextmanager
-    def open_arrays(self, job: JobName, txid: TxId) -> Iterator[ArraySource]:
-        """Gives the local arrays of a snapshot, committed or staged. For worker threads.
-
-        Raises:
-            NotFoundError: There is no such snapshot here (any more).
-        """
-        source = self._sources.get(txid)
-        if source is not None:
-            yield source
-            return
-        stored = self._stored(job).get(txid)
-        if stored is None:
-            raise NotFoundError(f"node {self.node}: stores no snapshot {txid} of job {job}")
-        with self.store.arrays(stored) as arrays:
-            yield arrays
-
     def relieve_also(self, relieve: Callable[[], Awaitable[bool]]) -> None:
         """Has ``relieve`` asked, too, when the store has no room for something else; see `Relief`."""
         self._relief.others.append(relieve)
-
-    @contextmanager
-    def serving(self, txid: TxId, source: ArraySource) -> Iterator[None]:
-        """Serves ``source`` as the snapshot ``txid``, to this node and others, while entered."""
-        self._sources[txid] = source
-        try:
-            yield
-        finally:
-            del self._sources[txid]
 
     # What coordinators ask for.
 
@@ -230,59 +210,17 @@ class Member:
             raise ConflictError(f"node {self.node}: job {job}: {txid} was dropped while it was staged")
 
     async def _stage(self, order: StageOrder, report: Callable[[int, int], None]) -> None:
-        stored = self._stored(order.job)
-        for txid, old in stored.items():
-            # The lock is the coordinator's, so a stage that is neither its base nor its own was abandoned.
-            abandoned = not old.committed and txid not in (order.base_txid, order.snapshot.txid)
-            if abandoned and not self._is_promised(order.job, txid):
-                await trio.to_thread.run_sync(self.store.drop, order.job, txid)
+        job, snapshot = order.job, order.snapshot
+        with self._naming(job):
+            found = self._membership(job).stage(snapshot, order.base_txid, order.fence)
+        self._fences[job] = max(order.fence, self._fences.get(job, 0))
+        for txid in found.drop:
+            await trio.to_thread.run_sync(self.store.drop, job, txid)
         if order.is_save and self.saves is not None:
             await self.saves.stage(order)
-            return
-        if order.snapshot.txid in stored:
-            return
-        part: StagePart | None = None
-        if order.base_txid is None:
-            expanded = await self._compute(expand, order.new_layout_json)
-        else:
-            part = await self._compute(
-                stage_part, order.old_layout_json, order.new_layout_json, order.drop, self.node
-            )
-            expanded = part.expanded
-        # Before anything is staged: an index that cannot be had refuses the switch.
-        await self._datasets_of(order.settings_json, expanded.ptc, order.snapshot.step)
-        ingest = self.store.ingest(
-            order.job,
-            order.snapshot,
-            order.new_layout_json,
-            order.created_ns,
-            settings_json=order.settings_json,
-            values=order.values,
-            limit_bytes=job_memory_bytes(order.settings_json),
-        )
-        try:
-            if part is not None and order.base_txid is not None:
-                with self._base(order.job, order.base_txid) as base:
-                    txid = order.snapshot.txid
-                    peers = self.persisted(order.source) if order.source else self._peers
-                    staging = Staging(ingest, part, base, peers, self._scatter, report, txid=txid)
-                    with self.serving(txid, staging.board):  # to nodes that have it passed on to them
-                        await staging.run()
-            else:
-                await trio.to_thread.run_sync(ingest.seal, {})
-        finally:
-            with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(ingest.drop)
-        self._expanded[order.snapshot.txid] = expanded
-
-    @contextmanager
-    def _base(self, job: JobName, txid: TxId) -> Iterator[Base]:
-        stored = self._stored(job).get(txid)
-        if stored is None:
-            yield Base(job, txid, self._sources.get(txid) or NoArrays(), {})
-            return
-        with self.store.arrays(stored) as arrays:
-            yield Base(job, txid, arrays, stored.arrays)
+        elif not found.is_there:
+            persisted = self.persisted(order.source) if order.source else None
+            self._expanded[snapshot.txid] = await self._maker.make(order, report, persisted)
 
     async def drop(self, job: JobName, txid: TxId, reason: str = "") -> None:
         """Lets go of a snapshot that is staged, or no longer the head; what is not here is gone already.
@@ -295,9 +233,8 @@ class Member:
         Raises:
             PreconditionError: The job shows it.
         """
-        shown = self._shown.get(job)
-        if shown is not None and shown.head.snapshot.txid == txid:
-            raise PreconditionError(f"node {self.node}: job {job}: {txid} is what it shows")
+        with self._naming(job):
+            self._membership(job).check_drop(txid)
         self._expanded.pop(txid, None)
         if self.saves is not None:
             await self.saves.drop(job, txid, reason)
@@ -318,14 +255,11 @@ class Member:
             TenplexError: It could not be shown; what was shown stays.
         """
         async with self._lock(job):
-            before = self._shown.get(job)
-            if before is not None and (
-                before.head.snapshot.txid == head.snapshot.txid or is_older(head, before.head.snapshot)
-            ):
+            found = self._membership(job).show(head)
+            if found is None:
                 return
-            stored = self._stored(job)
-            found = settle(head, {txid: each.committed for txid, each in stored.items()})
-            mine = stored[found.show] if found.show is not None else None
+            before = self._shown.get(job)
+            mine = self._stored(job)[found.show] if found.show is not None else None
             known = self.describe(job, mine.id.txid) if mine is not None else await describe(job, head)
             expanded = self._expanded.get(head.snapshot.txid)
             if before is not None and before.head.layout_digest == head.layout_digest:  # a save
@@ -343,23 +277,39 @@ class Member:
                 await self._publish(job, head, known, expanded, mine)
                 self._expanded.pop(head.snapshot.txid, None)
                 await self._keep(job)
-                for txid in found.drop:
-                    if (
-                        txid not in self._past
-                        and txid not in self._staging
-                        and not self._is_promised(job, txid)
-                    ):
-                        await trio.to_thread.run_sync(self.store.drop, job, txid)
+                # By now some of them may be kept as steps.
+                for txid in sorted(set(found.drop) - self._membership(job).in_use):
+                    await trio.to_thread.run_sync(self.store.drop, job, txid)
 
-    def _is_promised(self, job: JobName, txid: TxId) -> bool:
-        return self.saves is not None and self.saves.is_promised(job, txid)
+    def _membership(self, job: JobName) -> Membership:
+        shown, stored = self._shown.get(job), self._stored(job)
+        in_use = {
+            txid
+            for txid in stored
+            if txid in self._past
+            or txid in self._staging
+            or (self.saves is not None and self.saves.is_promised(job, txid))
+        }
+        return Membership(
+            shown=None if shown is None else shown.head.snapshot,
+            stored={txid: Part(each.id, each.committed, each.fence) for txid, each in stored.items()},
+            in_use=frozenset(in_use),
+            fence=self._fences.get(job, 0),
+        )
+
+    @contextmanager
+    def _naming(self, job: JobName) -> Iterator[None]:
+        """Lets errors say where."""
+        try:
+            yield
+        except (ConflictError, PreconditionError) as error:
+            raise type(error)(f"node {self.node}: job {job}: {error.message}") from error
 
     async def _publish(
         self, job: JobName, head: Head, known: Description, expanded: Expanded, stored: StoredSnapshot | None
     ) -> None:
         step = head.snapshot.step
-        datasets = await self._datasets_of(known.settings_json, expanded.ptc, step)
-        view = self._view(job, head, known, expanded.ptc, stored, datasets)
+        view = await self._views.make(job, head, known, expanded.ptc, stored)
         slot = await self._tree.publish_and_invalidate(job, view, None if step is None else expanded.ptc)
         step_slot = None if step is None else await self._tree.add_name(step_name(job, step), slot)
         before = self._shown.get(job)
@@ -372,46 +322,8 @@ class Member:
         if self.saves is not None:
             self.saves.settle(job, head)
         if self.datasets is not None:
-            self.datasets.show(datasets, view.fetcher.rank_nodes)
+            self.datasets.show(view.datasets, view.fetcher.rank_nodes)
         log.info("job %s: shows %s", job, head.snapshot)
-
-    async def _datasets_of(self, settings_json: bytes, ptc: PTC, step: int | None) -> tuple[DatasetView, ...]:
-        if self.datasets is None:
-            return ()
-        return await self.datasets.views(settings_json, ptc.layout, step)
-
-    def _view(
-        self,
-        job: JobName,
-        head: Head,
-        known: Description,
-        ptc: PTC,
-        stored: StoredSnapshot | None,
-        datasets: tuple[DatasetView, ...],
-    ) -> Snapshot:
-        arrays: LocalArrays = NoArrays() if stored is None else self.store.arrays(stored)
-        fetcher = Fetcher(
-            job=job,
-            txid=head.snapshot.txid,
-            rank_nodes=rank_nodes(ptc),
-            here=self.node,
-            peers=self._peers,
-            handles=self._handles,
-            timeout_s=self._read_timeout_s,
-            allowed=self._remote_reads,
-        )
-        return Snapshot(
-            job=job,
-            snapshot=head.snapshot,
-            layout_json=known.layout_json,
-            layout_digest=head.layout_digest,
-            ptc=ptc,
-            created_ns=known.created_ns,
-            arrays=arrays,
-            fetcher=fetcher,
-            datasets=datasets,
-            values=known.values,
-        )
 
     async def _keep(self, job: JobName) -> None:
         """Shows the steps of the store that are kept and not shown yet: after a restart."""
@@ -424,8 +336,7 @@ class Member:
             known = self.describe(job, txid)
             expanded = await self._compute(expand, known.layout_json)
             head = Head(known.snapshot, expanded.digest, _holding_nodes(expanded.ptc))
-            datasets = await self._datasets_of(known.settings_json, expanded.ptc, step)
-            view = self._view(job, head, known, expanded.ptc, stored[txid], datasets)
+            view = await self._views.make(job, head, known, expanded.ptc, stored[txid])
             slot = await self._tree.publish_and_invalidate(step_name(job, step), view, expanded.ptc)
             losses = expanded.survives_node_losses
             older = Shown(head, view, slot, slot, True, known.settings_json, losses)

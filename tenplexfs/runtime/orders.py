@@ -8,7 +8,11 @@ from typing import Protocol
 
 from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
 
-__all__ = ["Description", "NodeCalls", "Progress", "Report", "StageOrder", "StoredPart"]
+__all__ = ["SOURCE", "Description", "NodeCalls", "Progress", "Report", "StageOrder", "StoredPart"]
+
+
+SOURCE = "source"
+"""Detail of an error of a stage: the node that did not send what it has of the base."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,8 @@ class StageOrder:
         values: What the new ranks hold beside tensors, as `formats.values` packs it.
         is_save: The bytes are what this node's ranks have saved.
         source: The URL of a persisted step, where the bytes come from there and no node has them.
+        lost: Nodes that have no bytes of the base any more.
+        fence: Token of the lock under which it is given.
     """
 
     job: JobName
@@ -39,6 +45,8 @@ class StageOrder:
     values: bytes = b""
     is_save: bool = False
     source: str = ""
+    lost: tuple[NodeName, ...] = ()
+    fence: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,7 @@ class Progress:
 
     Attributes:
         phase: "planning", "staging", "committing", "done" or "failed".
+        is_undecided: Nobody can know yet whether the head has moved: the registry does not answer.
         nodes: Node to bytes done and bytes in all.
         plan: The summary of the plan, once there is one.
     """
@@ -80,6 +89,7 @@ class Progress:
     message: str = ""
     nodes: Mapping[NodeName, tuple[int, int]] = field(default_factory=dict)
     plan: Mapping[str, object] | None = None
+    is_undecided: bool = False
 
     @property
     def bytes_done(self) -> int:

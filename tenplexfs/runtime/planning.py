@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from typing import Any
 
 from tenplexfs.core.build import build_ptc
 from tenplexfs.core.copies import sole_bytes, survives
@@ -127,6 +128,7 @@ def resolve(
     *,
     has_state: bool = False,
     drop: Sequence[str] = (),
+    lost: Sequence[NodeName] = (),
 ) -> Resolved:
     """Returns the layout that ``target`` stands for.
 
@@ -136,6 +138,7 @@ def resolve(
         here: The node that takes all ranks where nobody says otherwise.
         has_state: Whether there are bytes to move, so that ranks are placed where the least is moved.
         drop: Patterns of tensors that the new layout may lack.
+        lost: Nodes that have no bytes any more.
 
     Raises:
         InvalidError: It is refused; one line.
@@ -157,7 +160,7 @@ def resolve(
         if target.together is not None:
             layout = replace(layout, keep_together=target.together)
     if committed_json is not None and has_state:
-        layout = place(_built(committed_json), layout, drop=drop)
+        layout = place(_built(committed_json), layout, drop=drop, lost=lost)
     layout = build_ptc(place_in_order(layout, here)).layout
     holding = tuple(sorted(node for node, ranks in layout.nodes if ranks))
     return Resolved(layout_text(layout), layout_digest(layout), holding)
@@ -169,19 +172,26 @@ def sole_copies(layout_json: bytes) -> dict[NodeName, int]:
 
 
 def plan_summary(
-    old_json: bytes, new_json: bytes, drop: Sequence[str], *, operations: bool = False, values: bytes = b""
-) -> dict[str, object]:
+    old_json: bytes,
+    new_json: bytes,
+    drop: Sequence[str],
+    *,
+    lost: Sequence[NodeName] = (),
+    operations: bool = False,
+    values: bytes = b"",
+) -> dict[str, Any]:
     """Returns what ``plan --json`` prints.
 
     Args:
         old_json: The layout now.
         new_json: The layout that is wanted.
         drop: Patterns of tensors that the new layout may lack.
+        lost: Nodes that have nothing of the old one any more.
         operations: Whether to list every transfer.
         values: What the old ranks hold beside tensors, packed.
     """
     new = _built(new_json)
-    made = plan(_built(old_json), new, drop=drop)
+    made = plan(_built(old_json), new, drop=drop, lost=lost)
     by_rank = list(values_by_rank(unpack(values), new.world_size))
     transfers = {"transfers": list(list_transfers(made))} if operations else {}
     return {**made.summary(), "values": by_rank, **transfers}
@@ -203,10 +213,12 @@ def regroup_values(values: bytes, layout_json: bytes) -> bytes:
     return pack(regroup(unpack(values), [ptc.rank_paths(rank) for rank in ptc.ranks()]))
 
 
-def stage_part(old_json: bytes, new_json: bytes, drop: Sequence[str], node: NodeName) -> StagePart:
+def stage_part(
+    old_json: bytes, new_json: bytes, drop: Sequence[str], lost: Sequence[NodeName], node: NodeName
+) -> StagePart:
     """Returns what ``node`` does to make its part of the new snapshot."""
     new, old = expand(new_json), _built(old_json)
-    return StagePart(new, node_part(plan(old, new.ptc, drop=drop), node))
+    return StagePart(new, node_part(plan(old, new.ptc, drop=drop, lost=lost), node))
 
 
 def match_import(

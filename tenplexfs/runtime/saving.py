@@ -337,7 +337,7 @@ class Saves:
         if attempt.is_promised:
             return
         attempt.is_promised = True
-        attempt.ingest.set_values(order.values, order.settings_json)
+        attempt.ingest.set_values(order.values, order.settings_json, order.fence)
         try:
             await trio.to_thread.run_sync(attempt.ingest.seal)
         except TenplexError as error:

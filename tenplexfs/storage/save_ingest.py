@@ -189,9 +189,9 @@ class SaveIngest:
         for name in self._held - used:
             self._forget(name)
 
-    def set_values(self, values: bytes, settings_json: bytes) -> None:
-        """Says what the ranks hold beside tensors, and the settings, where a save may say how far data is."""
-        self._snapshot = replace(self._snapshot, values=values, settings_json=settings_json)
+    def set_values(self, values: bytes, settings_json: bytes, fence: int) -> None:
+        """Says what else goes with it; of the settings a save may say how far data is."""
+        self._snapshot = replace(self._snapshot, values=values, settings_json=settings_json, fence=fence)
 
     def seal(self) -> StoredSnapshot:
         """Writes the snapshot into the manifest as staged. Every file is settled and finished.

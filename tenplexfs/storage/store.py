@@ -147,6 +147,7 @@ class Store:
         *,
         settings_json: bytes = b"",
         values: bytes = b"",
+        fence: int = 0,
         limit_bytes: int | None = None,
     ) -> Ingest:
         """Returns an empty snapshot to be filled and sealed.
@@ -158,6 +159,7 @@ class Store:
             created_ns: When it is made, since 1970.
             settings_json: The settings of the job.
             values: What is no tensor, packed.
+            fence: Of the lock under which it is staged.
             limit_bytes: What all snapshots of the job may take together, this one too.
 
         Raises:
@@ -165,7 +167,9 @@ class Store:
         """
         with self._lock:
             self._check_new(job, snapshot)
-        stored = StoredSnapshot(job, snapshot, False, layout_json, created_ns, {}, settings_json, values)
+        stored = StoredSnapshot(
+            job, snapshot, False, layout_json, created_ns, {}, settings_json, values, fence
+        )
         return Ingest(stored, **self._parts(job, limit_bytes))
 
     def save_ingest(

@@ -9,7 +9,6 @@ from tenplexfs.core.transaction import (
     check_expected,
     is_older,
     next_snapshot,
-    settle,
 )
 from tenplexfs.errors import ConflictError
 
@@ -44,21 +43,7 @@ def test_a_lost_reply_is_told_by_the_head():
 
 
 def test_late_news_is_older():
-    assert is_older(head(1, 9), SnapshotId(2, 0, TxId("x")))
-    assert is_older(head(2, None), SnapshotId(2, 0, TxId("x")))
-    assert not is_older(head(2, 1), SnapshotId(2, 0, TxId("x")))
-
-
-@pytest.mark.parametrize(
-    ("stored", "show", "commit", "drop"),
-    [
-        ({}, None, False, ()),
-        ({"a": True}, "a", False, ()),
-        ({"a": False, "0": True}, "a", True, ("0",)),
-        ({"b": False, "c": True}, None, False, ("b", "c")),
-    ],
-)
-def test_a_node_settles_with_the_head(stored, show, commit, drop):
-    found = settle(head(2, 0, "a"), {TxId(txid): committed for txid, committed in stored.items()})
-    assert (found.show, found.commit, found.drop) == (show, commit, drop)
-    assert settle(None, {TxId("a"): True}).drop == ("a",)
+    shown = SnapshotId(2, 0, TxId("x"))
+    assert is_older(head(1, 9).snapshot, shown)
+    assert is_older(head(2, None).snapshot, shown)
+    assert not is_older(head(2, 1).snapshot, shown)

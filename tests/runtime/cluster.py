@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -234,9 +235,17 @@ class MemoryRegistry:
 class Node:
     """A daemon without edges."""
 
-    def __init__(self, name: str, path: Path, registry: MemoryRegistry, peers: Peers, calls: Calls) -> None:
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        registry: MemoryRegistry,
+        peers: Peers,
+        calls: Calls,
+        limit_bytes: int = 1 << 26,
+    ) -> None:
         self.name = NodeName(name)
-        self.store = Store.open(path, node=name, limit_bytes=1 << 26)
+        self.store = Store.open(path, node=name, limit_bytes=limit_bytes)
         self.tree = Namespace(Control({}, list, {}), lambda: StoreNumbers(1, 0), clock_ns=lambda: 1)
         self.leases = LeaseTable()
         self.member = Member(
@@ -260,6 +269,7 @@ class Node:
             calls=calls,
             compute=inline,
             endpoints=lambda: dict.fromkeys(calls.nodes, "here"),
+            living=lambda: calls.living if calls.living is not None else calls.nodes,
             new_txid=lambda: TxId(f"{next(calls.txids):016x}"),
             clock_ns=lambda: 7,
         )
@@ -279,11 +289,13 @@ class Calls:
 
     Attributes:
         broken: (node, call) that fails.
+        living: The nodes that the registry says are alive; None: all.
     """
 
     nodes: dict[NodeName, Node] = field(default_factory=dict)
     broken: set[tuple[str, str]] = field(default_factory=set)
     txids: Iterator[int] = field(default_factory=lambda: count(1))
+    living: set[str] | None = None
 
     async def stage(self, node: NodeName, order: StageOrder, report: Callable[[int, int], None]) -> None:
         await self._node(node, "stage").member.stage(order, report)
@@ -316,13 +328,20 @@ class Cluster:
         self.registry, self.peers, self.calls = MemoryRegistry(), Peers(message_bytes=4096), Calls()
         self.nodes = [self.start(f"node{n}") for n in range(count)]
 
-    def start(self, name: str) -> Node:
-        return Node(name, self.path / name, self.registry, self.peers, self.calls)
+    def start(self, name: str, **limits: int) -> Node:
+        return Node(name, self.path / name, self.registry, self.peers, self.calls, **limits)
 
-    def restart(self, number: int) -> Node:
+    def restart(self, number: int, **limits: int) -> Node:
         self.nodes[number].close()
-        self.nodes[number] = self.start(f"node{number}")
+        self.nodes[number] = self.start(f"node{number}", **limits)
         return self.nodes[number]
+
+    def kill(self, number: int) -> None:
+        """Takes a node away, its store too."""
+        node = self.nodes[number]
+        node.close()
+        shutil.rmtree(self.path / node.name)
+        del self.calls.nodes[node.name], self.peers.open_arrays[node.name]
 
     async def load(
         self, tensors: Mapping[str, np.ndarray], *, step: int = 0, by: int = 0, **asked: object

@@ -47,7 +47,8 @@ class Registry:
 
 async def beginning(registry, nursery):
     heard = []
-    living = Living(registry, info("n0"), lambda: heard.append(sorted(living.nodes())), ttl_s=10)
+    living = Living(registry, info("n0"), ttl_s=10)
+    living.heard = lambda: heard.append(sorted(living.nodes()))
     nursery.start_soon(living.run)
     await trio.sleep(1)
     return living, heard

@@ -118,11 +118,7 @@ def item_of(array: np.ndarray, boxes: np.ndarray) -> Fetch:
 def cut(box, points):
     """Cuts a box of two dims at rows and columns."""
     rows, columns = (sorted({0, size, *(p % size for p in points)}) for size in box)
-    return [
-        [[a, c], [b, d]]
-        for a, b in pairwise(rows)
-        for c, d in pairwise(columns)
-    ]
+    return [[[a, c], [b, d]] for a, b in pairwise(rows) for c, d in pairwise(columns)]
 
 
 @given(st.data())

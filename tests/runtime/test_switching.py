@@ -238,10 +238,7 @@ def test_a_node_that_fails_to_stage_leaves_nothing_behind(cluster):
 
 def test_no_room_is_refused_before_anything_moves(tmp_path):
     cluster = Cluster(tmp_path, 2)
-    cluster.nodes[1].close()
-    cluster.nodes[1].store = cluster.nodes[1].member.store = type(cluster.nodes[1].store).open(
-        tmp_path / "node1", node="node1", limit_bytes=1 << 14
-    )
+    cluster.restart(1, limit_bytes=1 << 14)
 
     async def main():
         await cluster.nodes[0].coordinator.create(JOB, layout_json(), b"{}")
