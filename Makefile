@@ -74,8 +74,9 @@ soak: $(READY) ## what is short in the tests, long: 200 kills, minutes of reader
 bench-mount: $(READY) ## the mount against tmpfs and libfuse's example
 	$(BIN)/python benchmarks/bench_mount.py $(ARGS)
 
-example: $(READY) $(FRAMEWORKS) ## training scripts that go from 2 ranks to 4, 1 and 2, with the same losses
-	@for example in digits fsdp2; do $(BIN)/python examples/elastic.py $$example; done
+example: $(READY) $(FRAMEWORKS) ## training scripts whose ranks and parallelism change, with the losses of those that never do
+	$(BIN)/python examples/elastic.py digits fsdp2
+	$(BIN)/python examples/gpt/elastic.py --live --steps 3
 
 bench: $(READY) ## the figures of docs/benchmarks.md
 	@for bench in $(filter-out %/bench_network.py,$(wildcard benchmarks/bench_*.py)); do $(BIN)/python $$bench $(ARGS); done

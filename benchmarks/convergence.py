@@ -25,11 +25,12 @@ import numpy as np
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path[:0] = [str(EXAMPLES / "gpt"), str(EXAMPLES)]
 
-import elastic  # noqa: E402
 import torch  # noqa: E402
 import train  # noqa: E402
 from daemons import Node, cluster  # noqa: E402
-from elastic import GLOBAL_BATCH, Mesh, Phase, Result, difference, phases, run_job, write  # noqa: E402
+from elastic import Phase, Result, difference, phases, run_job, write  # noqa: E402
+from inputs import GLOBAL_BATCH, Mesh, write_data  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
 
 import tenplexfs  # noqa: E402
 
@@ -108,7 +109,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as base, cluster(("node0", "node1")) as nodes:
-        file = elastic.write_data(Path(base) / "sources.npy")
+        file = write_data(Path(base) / "sources.npy")
         results = never_and_changed(nodes, file, arguments.steps, arguments.dtype)
     never = results["never"]
     differ = {name: difference(each, never) for name, each in results.items()}

@@ -32,13 +32,8 @@ def order_of(epoch: int, count: int) -> torch.Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(epoch))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--save-every", type=int, default=10)
-    parser.add_argument("--pace", type=float, default=0.0, help="seconds that a step takes at least")
-    given = parser.parse_args()
-    dist.init_process_group("gloo")
+def train(given: argparse.Namespace) -> bool:
+    """Trains to the end, or until the job is to stop: returns whether it is."""
     rank, world = dist.get_rank(), dist.get_world_size()
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16
@@ -48,7 +43,7 @@ def main() -> int:
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 0}
-    if os.environ.get("TENPLEXFS_STEP"):
+    if os.environ.get("TENPLEXFS_STEP"):  # tenplexfs: there is a state to go on from
         for parameter in model.parameters():  # so that the optimizer has something to load into
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
@@ -80,8 +75,16 @@ def main() -> int:
     if rank == 0 and not stop:
         right = (model(images).argmax(1) == labels).float().mean()
         print(f"accuracy {right:.3f}", flush=True)
-    del trained, loss  # gloo may hang when DDP outlives the process group, or one rank the other
-    dist.barrier()
+    return stop
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--save-every", type=int, default=10)
+    parser.add_argument("--pace", type=float, default=0.0, help="seconds that a step takes at least")
+    dist.init_process_group("gloo")
+    stop = train(parser.parse_args())  # its model is gone before the group is, or gloo may hang
     dist.destroy_process_group()
     return tenplexfs.EXIT_RECONFIGURE if stop else 0  # tenplexfs
 

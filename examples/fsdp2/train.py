@@ -36,13 +36,8 @@ def batch(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]
     return x.chunk(world)[rank], x.sum(1, keepdim=True).sin().chunk(world)[rank]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--save-every", type=int, default=10)
-    parser.add_argument("--pace", type=float, default=0.0, help="seconds that a step takes at least")
-    given = parser.parse_args()
-    dist.init_process_group("gloo")
+def train(given: argparse.Namespace) -> bool:
+    """Trains to the end, or until the job is to stop: returns whether it is."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
@@ -55,13 +50,13 @@ def main() -> int:
         return {"model": weights, "optimizer": moments, "step": step}
 
     step, stop = 0, False
-    if os.environ.get("TENPLEXFS_STEP"):
+    if os.environ.get("TENPLEXFS_STEP"):  # tenplexfs: there is a state to go on from
         found = state()
         dcp.load(found, storage_reader=Reader(JOB))  # tenplexfs: was checkpoint_id=...
         set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
         step = found["step"]
 
-    while step < given.steps:
+    while step < given.steps and not stop:
         step += 1
         x, y = batch(step, dist.get_rank(), dist.get_world_size())
         loss = nn.functional.mse_loss(model(x), y)
@@ -71,13 +66,21 @@ def main() -> int:
         time.sleep(given.pace)
         dist.all_reduce(loss)
         if dist.get_rank() == 0:
-            print(f"step {step} loss {loss.item() / dist.get_world_size():.6f} ranks {dist.get_world_size()}")
+            mean, ranks = loss.item() / dist.get_world_size(), dist.get_world_size()
+            print(f"step {step} loss {mean:.6f} ranks {ranks}", flush=True)
         stop = should_stop(JOB, step)  # tenplexfs
         if stop or step % given.save_every == 0 or step == given.steps:
             dcp.save(state(), storage_writer=Writer(JOB, step=step))  # tenplexfs: was checkpoint_id=...
-        if stop:
-            break
-    dist.barrier()
+    return stop
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--save-every", type=int, default=10)
+    parser.add_argument("--pace", type=float, default=0.0, help="seconds that a step takes at least")
+    dist.init_process_group("gloo")
+    stop = train(parser.parse_args())
     dist.destroy_process_group()
     return tenplexfs.EXIT_RECONFIGURE if stop else 0  # tenplexfs
 

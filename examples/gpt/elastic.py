@@ -1,11 +1,11 @@
 """Trains the GPT of `train.py` on the standard library's sources while its parallelism changes in mid-run.
 
-    python examples/gpt/elastic.py --output /tmp/gpt
+    python examples/gpt/elastic.py --losses /tmp/losses.csv
 
 Two daemons; the job goes through (dp, tp, pp) = (2,1,1), (1,2,1), (1,1,2), (2,1,1), and another job, with the
 same data, never changes. With --live, `train.py` is stopped while it trains, where its ranks agree to; else
 each phase has so many steps. The samples of each step must be the same, and the loss of each step as near as
-another order of summation leaves it. Writes loss.csv and, where matplotlib is there, loss.png.
+another order of summation leaves it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import csv
 import json
 import multiprocessing
 import os
-import re
 import socket
 import sys
-import sysconfig
 import tempfile
 import time
 from collections import defaultdict
@@ -31,6 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import train
+from inputs import Mesh, layout, write_data
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -38,9 +37,6 @@ from daemons import Node, cluster, run
 
 import tenplexfs
 
-GLOBAL_BATCH = 8
-DATA_BYTES = 1 << 20
-Mesh = tuple[int, int, int]
 Train = Callable[..., int]
 
 
@@ -69,48 +65,6 @@ def phases(meshes: Sequence[Mesh], steps: int) -> list[Phase]:
     return [Phase(steps, mesh, name) for mesh, name in zip(meshes, names, strict=True)]
 
 
-def write_data(file: Path) -> Path:
-    """Writes sources as rows of bytes, each with the byte that comes next."""
-    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    text = b"".join(source.read_bytes() for source in sources)[:DATA_BYTES]
-    width = train.CONTEXT + 1
-    np.save(file, np.frombuffer(text, np.uint8)[: len(text) // width * width].reshape(-1, width))
-    return file
-
-
-def layout(mesh: Mesh, nodes: str, dtype: str) -> dict[str, Any]:
-    """Returns how the state is laid out, which tenplexfs follows to other meshes: who has which layer."""
-    dp, tp, pp = mesh
-    stages = [s for s, mine in enumerate(np.array_split(range(train.LAYERS), pp)) for _ in mine]
-    tensors: dict[str, Any] = {}
-    with torch.device("meta"):
-        parameters = dict(train.GPT().named_parameters())
-    for name, parameter in parameters.items():
-        if re.search(r"blocks\.[1-9]", name):
-            continue
-        entry: dict[str, Any] = {"shape": list(parameter.shape), "dtype": dtype}
-        if "blocks" in name:
-            entry |= {"count": train.LAYERS, "on": {"pp": {"by": "i", "owner": stages}}}
-        else:
-            entry["on"] = {"pp": 0 if name.startswith(("bytes", "places")) else -1}
-        whole = {**entry, "shape": []}
-        if (part := name.split(".")[-2]) in train.COLUMNS + train.ROWS:
-            entry["shard"] = [{"axis": "tp", "dim": int(part in train.ROWS)}]
-        path = name.replace("blocks.0", "blocks.{i}").replace(".", "/")
-        tensors[f"model/{path}"] = entry
-        for moment in ("exp_avg", "exp_avg_sq"):
-            tensors[f"optimizer/state/{path}/{moment}"] = entry
-        tensors[f"optimizer/state/{path}/step"] = whole
-    return {
-        "format": "tenplexfs-layout",
-        "version": 1,
-        "mesh": {"pp": pp, "dp": dp, "tp": tp},
-        "nodes": {name: int(count) for name, count in (each.split(":") for each in nodes.split(","))},
-        "dataset": {"axis": "dp", "global_batch": GLOBAL_BATCH},
-        "tensors": tensors,
-    }
-
-
 def _rank(run_train: Train, job: Path, environment: Mapping[str, str], dtype: str, keywords: Any) -> None:  # noqa: ANN401
     os.environ.update(environment)
     torch.set_num_threads(1)
@@ -130,14 +84,11 @@ def launch(nodes: Sequence[Node], job: str, dtype: str, run_train: Train, **keyw
     ranks = []
     for node in nodes:
         for rank in now["nodes"].get(node.name, ()):
-            environment = {"RANK": rank, "WORLD_SIZE": now["world_size"], "MASTER_ADDR": "127.0.0.1"}
-            environment |= {"MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-            texts = {key: str(value) for key, value in environment.items()}
-            ranks.append(
-                fork.Process(target=_rank, args=(run_train, node.mount / job, texts, dtype, keywords))
-            )
-    for each in ranks:
-        each.start()
+            texts = {"RANK": str(rank), "WORLD_SIZE": str(now["world_size"]), "MASTER_ADDR": "127.0.0.1"}
+            texts |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+            arguments = (run_train, node.mount / job, texts, dtype, keywords)
+            ranks.append(fork.Process(target=_rank, args=arguments))
+            ranks[-1].start()
     return ranks
 
 
@@ -207,35 +158,23 @@ def run_job(
 
 
 def difference(one: Result, other: Result) -> float:
-    """Returns the greatest relative difference of the loss of a step."""
+    """Returns the greatest relative difference of a step's loss."""
     return max(abs(one.losses[step] / loss - 1) for step, loss in other.losses.items())
 
 
-def write(output: Path, runs: Mapping[str, Result], changes: Sequence[int], title: str) -> None:
-    """Writes the losses side by side as CSV, and plots them."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.with_suffix(".csv").open("w", newline="") as file:
-        table = csv.writer(file)
+def write(file: Path, runs: Mapping[str, Result]) -> None:
+    """Writes the losses side by side as CSV."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w", newline="") as out:
+        table = csv.writer(out)
         table.writerow(["step", *runs])
         for step in next(iter(runs.values())).losses:
             table.writerow([step, *(repr(each.losses[step]) for each in runs.values())])
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return
-    axes = (figure := Figure(figsize=(8, 4.5))).subplots()
-    for number, (name, each) in enumerate(runs.items()):
-        axes.plot([*each.losses], [*each.losses.values()], label=name, lw=3 if number == 0 else 1.2)
-    for step in changes:
-        axes.axvline(step + 0.5, color="gray", lw=0.8, ls=":")
-    axes.set(xlabel="step", ylabel="loss of the global batch", title=title)
-    axes.legend()
-    figure.savefig(output.with_suffix(".png"), dpi=120)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("gpt"), help="directory of loss.csv and loss.png")
+    parser.add_argument("--losses", type=Path, help="CSV of the losses of both runs")
     parser.add_argument("--steps", type=int, default=10, help="of each phase, at least")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--live", action="store_true", help="change it while it trains, not between phases")
@@ -247,8 +186,8 @@ def main() -> None:
         steps = elastic.ends[-1]
         never = run_job(nodes, "never", data, [replace(plan[0], steps=steps)], dtype=arguments.dtype)
     differ = difference(elastic, never)
-    runs = {"never changed": never, "elastic": elastic}
-    write(arguments.output / "loss", runs, elastic.ends[:-1], "(dp, tp, pp) changed in mid-run")
+    if arguments.losses:
+        write(arguments.losses, {"never changed": never, "elastic": elastic})
     print(f"{steps} steps, changed after {elastic.ends[:-1]}; the last loss is {never.losses[steps]:.3f}")
     print(f"greatest relative difference of a step's loss: {differ:.1e}")
     if elastic.samples != never.samples:
