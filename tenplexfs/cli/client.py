@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tenplexfs._pb import control_pb2, dataset_pb2, local_pb2
+from tenplexfs._pb import control_pb2, dataset_pb2, local_pb2, members_pb2
 from tenplexfs.errors import UnavailableError
 from tenplexfs.rpc.connection import Connection
 
@@ -166,6 +166,20 @@ class Daemon:
     ) -> Iterator[control_pb2.Progress]:
         """Yields the progress of the index, then that of the switch."""
         return self._stream("Datasets/Add", request, timeout_s)
+
+    def nodes(self) -> members_pb2.ListNodesReply:
+        """Returns every node."""
+        reply: members_pb2.ListNodesReply = self._call("Members/List", members_pb2.ListNodesRequest())
+        return reply
+
+    def drain(self, node: str, deadline_s: float, timeout_s: float) -> Iterator[members_pb2.DrainProgress]:
+        """Yields how far each job is."""
+        request = members_pb2.DrainRequest(node=node, deadline_s=deadline_s)
+        return self._stream("Members/Drain", request, timeout_s)
+
+    def forget(self, node: str) -> None:
+        """Makes the daemons forget a node that is gone."""
+        self._call("Members/Forget", members_pb2.ForgetRequest(node=node))
 
     def verify(self, job: str) -> Iterator[local_pb2.VerifyReply]:
         """Yields progress and what is corrupt."""

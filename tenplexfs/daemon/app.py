@@ -11,7 +11,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -28,8 +27,11 @@ from tenplexfs.daemon.config import DEFAULT_ROOT_STORE, Config, etcd_address
 from tenplexfs.daemon.dataset_calls import SampleCalls, SampleService
 from tenplexfs.daemon.dataset_service import DatasetService
 from tenplexfs.daemon.deciding import Deciding
+from tenplexfs.daemon.draining import Draining
+from tenplexfs.daemon.joining import join
 from tenplexfs.daemon.keeping import Keeping
 from tenplexfs.daemon.logs import setup_logs
+from tenplexfs.daemon.membership import Meeting, Members
 from tenplexfs.daemon.node_calls import Leasing, Nodes
 from tenplexfs.daemon.notify import sd_notify
 from tenplexfs.daemon.peer_service import PeerService
@@ -124,10 +126,12 @@ async def _start(
 ) -> None:
     """Starts every part; ``stack`` ends what has an order to end in, ``nursery`` the rest."""
     access = _access(config)
+    config = await join(config, access)
     client = PeerClient(config.peers, credentials=access.channel, token=access.token)
     stack.callback(client.close)
     registry, own_registry = _registry(config, access, stack)
-    nodes = Nodes(config.node, client, {config.node: config.listen, **config.peers})
+    given = () if config.join is not None else config.peers
+    nodes = Nodes(config.node, client, {config.node: config.advertise, **config.peers}, given)
     leases, keeper, metrics = LeaseTable(), LeaseKeeper(Leasing(client)), Metrics()
     tree = Namespace(
         _control(config, lambda: view, lambda: clients),
@@ -160,7 +164,7 @@ async def _start(
         spill=config.spill,
         datasets=datasets,
     )
-    me = NodeInfo(config.node, _reachable(config.listen), store.incarnation, VERSION)
+    me = NodeInfo(config.node, config.advertise, store.incarnation, VERSION)
     living = Living(registry, me)
     coordinator = Coordinator(
         node=config.node,
@@ -173,7 +177,12 @@ async def _start(
         clock_ns=time.time_ns,
     )
     table = nodes.table = JobTable(member, registry, coordinator.describe)
-    living.heard = table.touch
+
+    def heard() -> None:
+        nodes.hear(living.nodes())
+        table.touch()
+
+    living.heard = heard
     webhooks = Webhooks(nursery, insecure=config.insecure)
     transactions = Transactions(nursery, table.touch, lambda ended: webhooks.tell(*view.event(ended)))
     view = View(config, member, table, transactions, metrics)
@@ -201,6 +210,26 @@ async def _start(
         clock_ns=time.time_ns,
     )
     view.keeping = keeping
+    deciding = Deciding(node=config.node, coordinator=coordinator, compute=compute, clients=clients)
+    members = Members(
+        config=config,
+        nodes=nodes,
+        living=living,
+        member=member,
+        table=table,
+        compute=compute,
+        transactions=transactions,
+        view=view,
+        draining=Draining(
+            coordinator=coordinator,
+            compute=compute,
+            clients=clients,
+            deciding=deciding,
+            living=living.nodes,
+            heads=table.heads,
+        ),
+        nursery=nursery,
+    )
     service = Service(
         config=config,
         member=member,
@@ -213,7 +242,7 @@ async def _start(
         new_txid=_new_txid,
         stop=stop.set,
         clients=clients,
-        deciding=Deciding(node=config.node, coordinator=coordinator, compute=compute, clients=clients),
+        deciding=deciding,
         nodes=nodes,
         keeping=keeping,
     )
@@ -243,6 +272,8 @@ async def _start(
                 nursery=nursery,
             ),
             samples=SampleService(datasets),
+            members=members,
+            meeting=Meeting(config, nodes, members),
             registry=own_registry,
             listen=config.listen,
             socket=_grpc_socket(config),
@@ -292,12 +323,6 @@ def _registry(
     stack.callback(core.close)
     own = LocalRegistry(core)
     return own, own
-
-
-def _reachable(listen: str) -> str:
-    """Returns where others reach what listens at ``listen``: by the host's name where it is every address."""
-    host, _, port = listen.rpartition(":")
-    return f"{socket.gethostname()}:{port}" if host in ("0.0.0.0", "[::]") else listen
 
 
 def _control(config: Config, view: Callable[[], View], clients: Callable[[], Clients]) -> Control:

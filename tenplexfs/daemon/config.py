@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tenplexfs.core.hostlist import expand_hostlist
 from tenplexfs.core.snapshot import NodeName, check_node_name
 from tenplexfs.errors import TenplexError, UsageError
 
@@ -34,7 +35,9 @@ SETTINGS: Mapping[str, str] = {
     "mount": "Where the tree is mounted; default: /mnt/tenplexfs as root, else below XDG_RUNTIME_DIR.",
     "no_mount": "Serve without a mount (on or off).",
     "listen": "HOST:PORT for peers and control; default: 127.0.0.1:7070.",
+    "advertise": "HOST:PORT where others reach this node; default: listen, by host name if it is 0.0.0.0.",
     "peer": "NODE=HOST:PORT of another daemon; may be given several times.",
+    "join": "Find peers and registry: HOST[:PORT] of a daemon, dns:NAME[:PORT], or slurm; instead of peer.",
     "registry": "The node whose daemon serves the registry, or etcd://HOST:PORT,...; default: this node.",
     "store": "Directory of the state, in memory; default: /run/tenplexfs/store as root, else below /dev/shm.",
     "socket": "Local socket; default: below /run/tenplexfs as root, else below XDG_RUNTIME_DIR.",
@@ -63,8 +66,11 @@ class Config:
 
     Attributes:
         mount: Where the tree is mounted, or None.
+        advertise: ``host:port`` where other nodes reach this one.
         peers: The other nodes and where they listen.
-        registry: The node that serves the registry, or an address that `etcd_address` reads.
+        join: ``host:port`` or ``dns:name:port``, where `daemon.joining` asks for more; None for nobody.
+        registry: The node that serves the registry, or an address that `etcd_address` reads; empty while
+            only those that are joined know.
         memory_bytes: Limit of the store.
         tls: Directory with this node's certificate.
         token_file: Has what calls over TCP must carry.
@@ -88,6 +94,8 @@ class Config:
     tls: Path | None = None
     token_file: Path | None = None
     insecure: bool = False
+    advertise: str = ""
+    join: str | None = None
 
     def document(self) -> dict[str, object]:
         """Returns the configuration as ``config.json`` shows it."""
@@ -215,7 +223,7 @@ class _Settings:
 def _complete(settings: _Settings, environ: Mapping[str, str]) -> Config:
     is_root = os.geteuid() == 0
     try:
-        node = check_node_name(settings.text("node") or socket.gethostname().partition(".")[0])
+        node = check_node_name(_node(settings, environ))
     except TenplexError as error:
         raise UsageError(error.message) from error
     runtime = Path("/run/tenplexfs") if is_root else _user_runtime(environ)
@@ -228,11 +236,20 @@ def _complete(settings: _Settings, environ: Mapping[str, str]) -> Config:
             "give --tls DIR (see tls init), or --insecure to do so all the same"
         )
     peers = _peers(settings.texts("peer"), node)
-    registry = settings.text("registry")
+    registry, join = settings.text("registry"), settings.text("join")
+    if join is not None and peers:
+        raise UsageError(f"join {join}: give it, or each --peer, not both")
+    if join == "slurm":
+        join, hosts = None, _slurm_hosts(environ, node)
+        port = listen.rpartition(":")[2]
+        peers = {host: f"{host}:{port}" for host in hosts if host != node}
+        registry = registry or hosts[0]
+    elif join is not None:
+        join = _join(join, listen)
     if registry is None and peers:
         raise UsageError("registry: with peers, say where it is: --registry NODE, or etcd://HOST:PORT")
     is_etcd = registry is not None and etcd_address(registry) is not None
-    if registry is not None and not is_etcd and registry != node and registry not in peers:
+    if join is None and registry is not None and not is_etcd and registry != node and registry not in peers:
         raise UsageError(
             f"registry {registry}: neither this node, {node}, nor a peer: {', '.join(peers) or 'none'}"
         )
@@ -248,7 +265,7 @@ def _complete(settings: _Settings, environ: Mapping[str, str]) -> Config:
         mount=None if settings.switch("no_mount", default=False) else Path(settings.text("mount") or mount),
         listen=listen,
         peers=peers,
-        registry=registry or node,
+        registry=registry or (node if join is None else ""),
         store=Path(settings.text("store") or store),
         socket=Path(settings.text("socket") or runtime / f"{node}.sock"),
         memory_bytes=parse_size(settings.text("memory") or "25%", of_bytes=_memory_bytes()),
@@ -262,6 +279,8 @@ def _complete(settings: _Settings, environ: Mapping[str, str]) -> Config:
         tls=None if tls is None else Path(tls),
         token_file=None if token_file is None else Path(token_file),
         insecure=insecure,
+        advertise=_address("advertise", settings.text("advertise") or _reachable(listen)),
+        join=join,
     )
 
 
@@ -306,6 +325,43 @@ def _address(name: str, text: str) -> str:
     if not (host and colon and port.isdecimal() and int(port) < 65536):
         raise UsageError(f"{name} {text!r}: need HOST:PORT")
     return text
+
+
+def _reachable(listen: str) -> str:
+    """Returns where others reach what listens at ``listen``: by the host's name where it is every address."""
+    host, _, port = listen.rpartition(":")
+    return f"{socket.gethostname()}:{port}" if host in ("0.0.0.0", "[::]") else listen
+
+
+def _node(settings: _Settings, environ: Mapping[str, str]) -> str:
+    in_slurm = environ.get("SLURMD_NODENAME") if settings.text("join") == "slurm" else None
+    return settings.text("node") or in_slurm or socket.gethostname().partition(".")[0]
+
+
+def _slurm_hosts(environ: Mapping[str, str], node: NodeName) -> list[NodeName]:
+    """Returns the nodes of the Slurm job that this process is in."""
+    text = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+    if not text:
+        raise UsageError("join slurm: SLURM_JOB_NODELIST is not set; start the daemons by srun")
+    try:
+        hosts = [check_node_name(host) for host in expand_hostlist(text)]
+    except TenplexError as error:
+        raise UsageError(f"join slurm: {error.message}") from error
+    if node not in hosts:
+        raise UsageError(
+            f"join slurm: {node} is not in {text[:200]}: give the name that it has there, by --node"
+        )
+    return hosts
+
+
+def _join(text: str, listen: str) -> str:
+    """Returns whom to ask, with a port: that of this node where it has none."""
+    name = text.removeprefix("dns:")
+    host, _, port = name.rpartition(":")
+    if not (host and port.isdecimal()):
+        name = f"{name}:{listen.rpartition(':')[2]}"
+    _address(f"join {text}: ", name)
+    return f"dns:{name}" if text.startswith("dns:") else name
 
 
 def _peers(texts: Sequence[str], node: NodeName) -> dict[NodeName, str]:

@@ -51,9 +51,12 @@ class Deciding:
         if has_request(known.settings_json, request):
             return head
         given = {node: devices for node, devices in nodes.items() if devices}
-        decision = (
-            await self.decide(job, head, known, given) if given else Decision(None, "there are no devices")
-        )
+        decision = Decision(None, "there are no devices")
+        if given:
+            try:
+                decision = await self.decide(job, head, known, given)
+            except InvalidError as error:
+                raise InvalidError(f"job {job}: {error.message}", **error.details) from error
         if decision.target is None:
             return await self.pause(request, decision.why, report, stop_timeout_s=stop_timeout_s)
         change = Change(job, decision.target, (), head.snapshot.generation, request.id, request.arguments)
@@ -82,17 +85,14 @@ class Deciding:
             asked = parse_answer(await ask_program(found, text))
         else:
             asked = found
-        try:
-            return await self._compute(
-                decide,
-                asked,
-                known.layout_json,
-                devices,
-                self._node,
-                has_state=head.snapshot.step is not None,
-            )
-        except InvalidError as error:
-            raise InvalidError(f"job {job}: {error.message}", **error.details) from error
+        return await self._compute(
+            decide,
+            asked,
+            known.layout_json,
+            devices,
+            self._node,
+            has_state=head.snapshot.step is not None,
+        )
 
     async def pause(self, request: Request, why: str, report: Report, *, stop_timeout_s: float = 0.0) -> Head:
         """Stops the ranks of a job, and says so in a generation of its own; returns the head."""

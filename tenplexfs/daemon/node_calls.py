@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import aclosing
 
 import trio
 
-from tenplexfs._pb import peer_pb2
-from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
+from tenplexfs._pb import members_pb2, peer_pb2
+from tenplexfs.core.snapshot import Head, JobName, NodeInfo, NodeName, SnapshotId, TxId
 from tenplexfs.core.stopping import Told
-from tenplexfs.errors import InvalidError
+from tenplexfs.errors import InvalidError, TenplexError
 from tenplexfs.formats.checkpoint import CheckpointFile, decode_files
 from tenplexfs.formats.values import unpack
 from tenplexfs.rpc.messages import head_to_pb, snapshot_of, snapshot_to_pb
@@ -24,6 +25,8 @@ from tenplexfs.runtime.save_parts import decode_sums
 from tenplexfs.runtime.stopping import Stops
 
 __all__ = ["Desks", "Leasing", "Nodes"]
+
+log = logging.getLogger(__name__)
 
 _COLLECT_S = 4.0
 
@@ -39,10 +42,19 @@ class Nodes:
     table: JobTable
     shares: Shares
 
-    def __init__(self, here: NodeName, client: PeerClient, endpoints: Mapping[NodeName, str]) -> None:
+    def __init__(
+        self,
+        here: NodeName,
+        client: PeerClient,
+        endpoints: Mapping[NodeName, str],
+        given: Collection[NodeName] = (),
+    ) -> None:
+        """``given`` are those whose endpoints somebody has set: what they announce does not count."""
         self._here = here
         self._client = client
         self._endpoints = dict(endpoints)
+        self._given = {here, *given}
+        self._lived: set[NodeName] = set()
 
     def endpoints(self) -> Mapping[NodeName, str]:
         """Returns the nodes that are known, this one too, and where they listen."""
@@ -65,8 +77,35 @@ class Nodes:
         """Takes note of where nodes listen that this one was not told of."""
         for node, address in endpoints.items():
             if node not in self._endpoints:
-                self._endpoints[node] = address
-                self._client.connect_to(node, address)
+                self._connect(node, address)
+
+    def hear(self, living: Mapping[NodeName, NodeInfo]) -> None:
+        """Takes note of where living nodes say that they listen."""
+        for node, info in living.items():
+            self._lived.add(node)
+            if node not in self._given and self._endpoints.get(node) != info.endpoint:
+                self._connect(node, info.endpoint)
+
+    def has_lived(self, node: NodeName) -> bool:
+        """Says whether a node was ever heard of as living."""
+        return node in self._lived
+
+    def forget(self, node: NodeName) -> None:
+        """Forgets a node that is gone."""
+        self._endpoints.pop(node, None)
+        self._lived.discard(node)
+        self._client.forget_address(node)
+
+    async def tell_to_forget(self, node: NodeName, gone: NodeName) -> None:
+        """Makes another node forget one that is gone; where it refuses, it knows better."""
+        try:
+            await self._client.forget(node, members_pb2.ForgetRequest(node=gone))
+        except TenplexError as error:
+            log.warning("node %s: does not forget %s: %s", node, gone, error)
+
+    def _connect(self, node: NodeName, address: str) -> None:
+        self._endpoints[node] = address
+        self._client.connect_to(node, address)
 
     async def stage(self, node: NodeName, order: StageOrder, report: Callable[[int, int], None]) -> None:
         """Returns once the node's part is staged."""

@@ -10,9 +10,10 @@ from tenplexfs.core.snapshot import Head, JobName
 from tenplexfs.errors import ConflictError, InvalidError, TenplexError
 from tenplexfs.runtime.orders import Progress, Report
 
-__all__ = ["Transaction", "Transactions"]
+__all__ = ["Transaction", "Transactions", "Work"]
 
 Work = Callable[[Report], Awaitable[Head]]
+"""What a transaction does, and where it says how far it is."""
 
 
 class Transaction:

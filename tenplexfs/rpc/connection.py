@@ -11,7 +11,7 @@ import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import Message
 
-from tenplexfs._pb import control_pb2, dataset_pb2, local_pb2, peer_pb2, registry_pb2
+from tenplexfs._pb import control_pb2, dataset_pb2, local_pb2, members_pb2, peer_pb2, registry_pb2
 from tenplexfs.errors import UnavailableError
 from tenplexfs.rpc.errors import CLIENT_METADATA, error_of
 
@@ -53,6 +53,8 @@ SERVICES: dict[str, ServiceDescriptor] = {
         ("Local", local_pb2),
         ("Datasets", dataset_pb2),
         ("Samples", dataset_pb2),
+        ("Members", members_pb2),
+        ("Meeting", members_pb2),
     )
 }
 """Descriptors of the services, by name."""

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from tenplexfs._pb import control_pb2, dataset_pb2, local_pb2, peer_pb2
+from tenplexfs._pb import control_pb2, dataset_pb2, local_pb2, members_pb2, peer_pb2
 from tenplexfs.core.snapshot import JobName, TxId
 from tenplexfs.runtime.protocols import ArraySource
 
@@ -21,6 +21,8 @@ __all__ = [
     "ControlHandler",
     "DatasetsHandler",
     "LocalHandler",
+    "MeetingHandler",
+    "MembersHandler",
     "PeerHandler",
     "RangesHandler",
     "SamplesHandler",
@@ -152,6 +154,34 @@ class SamplesHandler(Protocol):
 
     def read(self, request: dataset_pb2.ReadSamplesRequest) -> AsyncIterator[dataset_pb2.ReadSamplesReply]:
         """Yields which of the samples are here, and their bytes."""
+        ...
+
+
+class MembersHandler(Protocol):
+    """What the command line asks about nodes; see ``protos/tenplexfs/v1/members.proto``."""
+
+    async def list(self, request: members_pb2.ListNodesRequest) -> members_pb2.ListNodesReply:
+        """Returns every node, by name."""
+        ...
+
+    def drain(self, request: members_pb2.DrainRequest) -> AsyncIterator[members_pb2.DrainProgress]:
+        """Yields how far each job is; the last one is of no job, "done" or "failed"."""
+        ...
+
+    async def forget(self, request: members_pb2.ForgetRequest) -> members_pb2.ForgetReply:
+        """Drops a node that is gone, here and on the living nodes."""
+        ...
+
+
+class MeetingHandler(Protocol):
+    """What a daemon that joins asks, and what one tells the others."""
+
+    async def meet(self, request: members_pb2.MeetRequest) -> members_pb2.MeetReply:
+        """Returns the nodes that are known, and where the registry is."""
+        ...
+
+    async def forget(self, request: members_pb2.ForgetRequest) -> members_pb2.ForgetReply:
+        """Drops a node that is gone, here."""
         ...
 
 

@@ -10,7 +10,7 @@ import grpc
 import trio
 from google.protobuf.message import Message
 
-from tenplexfs._pb import peer_pb2
+from tenplexfs._pb import members_pb2, peer_pb2
 from tenplexfs.core.snapshot import JobName, NodeName, TxId
 from tenplexfs.errors import CorruptError, NotFoundError, TimedOutError, UnavailableError
 from tenplexfs.rpc.connection import Cancel, Connection
@@ -55,6 +55,10 @@ class PeerClient:
     def connect_to(self, node: NodeName, endpoint: str) -> None:
         """Makes ``endpoint`` the address of ``node``."""
         self._endpoints[node] = endpoint
+
+    def forget_address(self, node: NodeName) -> None:
+        """Knows no address of ``node`` any more."""
+        self._endpoints.pop(node, None)
 
     def close(self) -> None:
         """Ends all calls."""
@@ -160,6 +164,10 @@ class PeerClient:
                 yield reply
         finally:
             cancel.cancel()
+
+    async def forget(self, node: NodeName, request: members_pb2.ForgetRequest) -> None:
+        """Makes ``node`` forget one that is gone."""
+        await self._call(node, "Meeting/Forget", request)
 
     async def switch(self, node: NodeName, request: peer_pb2.SwitchRequest) -> None:
         """Tells ``node`` that the head moved; returns once it shows it."""

@@ -31,6 +31,8 @@ from tenplexfs.rpc.handlers import (
     ControlHandler,
     DatasetsHandler,
     LocalHandler,
+    MeetingHandler,
+    MembersHandler,
     PeerHandler,
     RangesHandler,
     SamplesHandler,
@@ -56,6 +58,8 @@ async def serve(
     local: LocalHandler,
     datasets: DatasetsHandler | None = None,
     samples: SamplesHandler | None = None,
+    members: MembersHandler | None = None,
+    meeting: MeetingHandler | None = None,
     registry: ServedRegistry | None = None,
     listen: str | None,
     socket: Path | None,
@@ -74,6 +78,8 @@ async def serve(
         local: Served on the Unix socket.
         datasets: Served on the Unix socket.
         samples: Served on TCP.
+        members: Served on the Unix socket.
+        meeting: Served on TCP.
         registry: Served on TCP, when this daemon owns it.
         listen: ``host:port``; port 0 takes a free one.
         socket: Where the Unix socket is made, for the owner alone.
@@ -93,9 +99,13 @@ async def serve(
         remote["Registry"] = RegistryService(registry)
     if samples is not None:
         remote["Samples"] = samples
+    if meeting is not None:
+        remote["Meeting"] = meeting
     own: dict[str, object] = {"Control": control, "Local": local}
     if datasets is not None:
         own["Datasets"] = datasets
+    if members is not None:
+        own["Members"] = members
     running: list[_Server] = []
     try:
         address = ""

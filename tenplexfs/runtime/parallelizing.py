@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
 import trio
 
+from tenplexfs.core.cost import fits_on_nodes
 from tenplexfs.core.layout import Layout
 from tenplexfs.core.parallelizers import Answer, Command, Committed, Parallelizer, Proposal, same_on_nodes
 from tenplexfs.core.snapshot import NodeName
@@ -175,7 +177,24 @@ def _same(layout: Layout, nodes: Mapping[str, int]) -> Answer:
             f"{total} devices for {layout.mesh.size} ranks, and the job has no parallelizer that says "
             "what to do: give a layout or a mesh, or make the job with --set parallelizer=..."
         )
-    return Answer((Proposal({}, layout.keep_together),))
+    return Answer((Proposal({}, layout.keep_together or _together(layout, nodes)),))
+
+
+def _together(layout: Layout, nodes: Mapping[str, int]) -> tuple[str, ...]:
+    """Returns the axes whose ranks are on one node now, as far as that fits on ``nodes``."""
+    node_of = np.zeros(layout.mesh.size, np.int64)
+    for number, (_, ranks) in enumerate(layout.nodes):
+        node_of[list(ranks)] = number
+    kept: tuple[str, ...] = ()
+    for axis, size in reversed(layout.mesh.axes):
+        axes = (axis, *kept)
+        others = tuple(name for name, _ in layout.mesh.axes if name not in axes)
+        group = layout.mesh.coordinates(others)
+        block = layout.mesh.size_of(axes)
+        spread = np.unique(np.stack([group, node_of]), axis=1).shape[1]
+        if size > 1 and spread == group.max() + 1 and fits_on_nodes(block, layout.mesh.size // block, nodes):
+            kept = axes
+    return kept
 
 
 def _target(

@@ -113,3 +113,46 @@ def test_insecure_is_asked_for():
 )
 def test_sizes(text, size):
     assert parse_size(text, of_bytes=1000) == size
+
+
+SLURM = {"SLURM_JOB_NODELIST": "n[01-02],gpu5", "SLURMD_NODENAME": "n02"}
+
+
+def test_a_slurm_job_says_who_the_others_are():
+    config = load(SLURM, join="slurm", listen="0.0.0.0:7000", insecure="on", advertise="10.0.0.2:7000")
+    assert (config.node, config.registry, config.join) == ("n02", "n01", None)
+    assert config.peers == {"n01": "n01:7000", "gpu5": "gpu5:7000"}
+    assert config.advertise == "10.0.0.2:7000"
+    assert load(SLURM, join="slurm", registry="etcd://h:2379").registry == "etcd://h:2379"
+    assert load(SLURM, join="slurm", node="gpu5").node == "gpu5"
+
+
+def test_whom_to_ask():
+    assert load(node="a", join="seed").join == "seed:7070"
+    assert load(node="a", join="seed:7", listen="127.0.0.1:9").join == "seed:7"
+    assert load(node="a", join="dns:tpx.default.svc", listen="127.0.0.1:9").join == "dns:tpx.default.svc:9"
+    config = load(node="a", join="seed")
+    assert (config.registry, config.peers) == ("", {})
+    assert load(node="a", join="dns:tpx", registry="n0").registry == "n0"
+
+
+def test_where_others_reach_this_node():
+    assert load(node="a").advertise == "127.0.0.1:7070"
+    host, _, port = load(node="a", listen="0.0.0.0:7", insecure="on").advertise.rpartition(":")
+    assert host not in ("", "0.0.0.0") and port == "7"
+
+
+@pytest.mark.parametrize(
+    ("environ", "flags", "match"),
+    [
+        ({}, {"join": "slurm", "node": "a"}, "join slurm: SLURM_JOB_NODELIST is not set"),
+        (SLURM, {"join": "slurm", "node": "a"}, r"join slurm: a is not in n\[01-02\],gpu5"),
+        ({"SLURM_JOB_NODELIST": "n["}, {"join": "slurm"}, "join slurm: hosts"),
+        ({}, {"join": "seed", "peer": ["b=h:1"], "node": "a"}, "give it, or each --peer, not both"),
+        ({}, {"join": "dns:", "node": "a"}, "need HOST:PORT"),
+        ({}, {"advertise": "here", "node": "a"}, "advertise 'here': need HOST:PORT"),
+    ],
+)
+def test_what_is_wrong_with_a_join_is_said(environ, flags, match):
+    with pytest.raises(UsageError, match=match):
+        load(environ, **flags)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.cluster
 PATIENCE_S = 20.0
 UNCLEAN = {"INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED", "UNAVAILABLE", "CANCELLED"}
 WAITING = {("Registry", "Watch")}  # for changes, which do not come
-LOCAL = {"Local", "Datasets"}
+LOCAL = {"Local", "Datasets", "Members"}
 METHODS = [
     (service, method.name)
     for service, descriptor in SERVICES.items()

@@ -102,3 +102,16 @@ def test_what_a_program_is_told():
     assert (
         told["mesh"] == {"pp": 2, "tp": 2} and told["layout"] == json.loads(LAYOUT) and told["step"] is None
     )
+
+
+def test_what_shares_a_node_goes_on_sharing_one():
+    def together(nodes: dict[str, list[int]], devices: dict[str, int]) -> tuple[str, ...] | None:
+        target = decide(None, layout_json(nodes=nodes), devices, HERE, has_state=True).target
+        assert target is not None
+        return target.together
+
+    by_stage = {"node0": [0, 1], "node1": [2, 3]}
+    assert together(by_stage, {"a": 2, "b": 2}) == ("tp",)
+    assert together(by_stage, {"a": 3, "b": 1}) == ()
+    assert together({"node0": [0, 2], "node1": [1, 3]}, {"a": 2, "b": 2}) == ("pp",)
+    assert together({"node0": [0, 1, 2, 3]}, {"a": 4}) == ("pp", "tp")
