@@ -63,7 +63,8 @@ class SharedRegions:
     def settle(self, key: bytes) -> None:
         """Forgets what nobody waits for any more."""
         each = self._known.get(key)
-        if each is not None and each.uses <= 0 and not each.lock.statistics().tasks_waiting:
+        # Locked by who waited: the lock is handed over when it is let go.
+        if each is not None and each.uses <= 0 and not each.lock.locked():
             self._forget(key)
 
     def _forget(self, key: bytes) -> None:
