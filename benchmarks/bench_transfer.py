@@ -30,14 +30,14 @@ from tenplexfs.storage.store import Store, Wanted
 SHAPE = (256 * MIB // 4 // 1024, 1024)
 PIECES = 20_000
 SENDER = f"""
-import socket
-data = memoryview(bytes({MIB}))
+import os, socket
+data = memoryview(os.urandom({MIB}) * 256)  # as much as is sent: one MiB again and again stays in the cache
 with socket.create_server(("127.0.0.1", 0)) as server:
     print(server.getsockname()[1], flush=True)
     while True:
         with server.accept()[0] as peer:
-            for _ in range(256):
-                peer.sendall(data)
+            for at in range(0, len(data), {MIB}):
+                peer.sendall(data[at : at + {MIB}])
 """
 
 
@@ -73,7 +73,7 @@ class Receiver:
             ingest.reserve([Wanted((key,), shape, "float32")])
             array = ingest.array(key)
             wanted = Target("w", (key,), Shard(shape, ()), "float32", None, (), ())
-            item = Fetch(Ranges(0, "w", 4, source), wanted, array, target)
+            item = Fetch(NodeName("node0"), Ranges(0, "w", 4, source), wanted, array, target)
             trio.run(self._land, Landing(ingest, [item], Scatter, REPORTER, Sums(ingest)), item)
             return array.copy() if self.keeps else None
 

@@ -127,7 +127,7 @@ async def _start(
     """Starts every part; ``stack`` ends what has an order to end in, ``nursery`` the rest."""
     access = _access(config)
     config = await join(config, access)
-    client = PeerClient(config.peers, credentials=access.channel, token=access.token)
+    client = PeerClient(config.peers, credentials=access.channel, context=access.context, token=access.token)
     stack.callback(client.close)
     registry, own_registry = _registry(config, access, stack)
     given = () if config.join is not None else config.peers
@@ -279,6 +279,7 @@ async def _start(
             socket=_grpc_socket(config),
             credentials=access.server,
             token=access.token,
+            context=access.server_context,
             node=config.node,
         )
     )

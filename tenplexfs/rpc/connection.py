@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
@@ -60,24 +60,30 @@ SERVICES: dict[str, ServiceDescriptor] = {
 """Descriptors of the services, by name."""
 
 
+class _Cancellable(Protocol):
+    def cancel(self) -> object:
+        """Ends it."""
+        ...
+
+
 class Cancel:
     """Ends a blocking call from another thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._event = threading.Event()
-        self._call: grpc.Call | Cancel | None = None
+        self._call: _Cancellable | None = None
 
     @property
     def cancelled(self) -> bool:
         """Whether the call is to end."""
         return self._event.is_set()
 
-    def watch(self, call: grpc.Call | Cancel) -> None:
+    def watch(self, call: _Cancellable | None) -> None:
         """Makes ``call`` the one that `cancel` ends."""
         with self._lock:
             self._call = call
-            if self._event.is_set():
+            if self._event.is_set() and call is not None:
                 call.cancel()
 
     def cancel(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -13,6 +15,8 @@ from google.protobuf.message import Message
 from tenplexfs._pb import members_pb2, peer_pb2
 from tenplexfs.core.snapshot import JobName, NodeName, TxId
 from tenplexfs.errors import CorruptError, NotFoundError, TimedOutError, UnavailableError
+from tenplexfs.rpc.bulk import Greeting
+from tenplexfs.rpc.bulk_client import BulkClient
 from tenplexfs.rpc.connection import Cancel, Connection
 from tenplexfs.rpc.retries import Retries
 from tenplexfs.rpc.threads import in_thread
@@ -21,6 +25,8 @@ from tenplexfs.runtime.protocols import Ranges
 
 __all__ = ["PeerClient"]
 
+_MESSAGE_BYTES = 1 << 18  # what is passed on waits for whole messages
+
 
 class PeerClient:
     """Asks other daemons; a `tenplexfs.runtime.protocols.PeerReader`. For one trio thread.
@@ -28,6 +34,7 @@ class PeerClient:
     Args:
         endpoints: Node to ``host:port``; `connect_to` adds more.
         credentials: For TLS; none: in the clear.
+        context: The same for what is not gRPC.
         token: What the others want to hear, if they do.
         call_deadline_s: For the short calls.
         stage_deadline_s: For a whole stage.
@@ -39,6 +46,7 @@ class PeerClient:
         endpoints: Mapping[NodeName, str],
         *,
         credentials: grpc.ChannelCredentials | None = None,
+        context: ssl.SSLContext | None = None,
         token: str | None = None,
         call_deadline_s: float = 10.0,
         stage_deadline_s: float = 24 * 3600.0,
@@ -46,11 +54,12 @@ class PeerClient:
     ) -> None:
         self._endpoints = dict(endpoints)
         self._credentials = credentials
+        self._context = context
         self._token = token
         self._call_deadline_s = call_deadline_s
         self._stage_deadline_s = stage_deadline_s
         self._limiter = trio.CapacityLimiter(max_calls)
-        self._connections: dict[tuple[NodeName, str], Connection] = {}
+        self._peers: dict[tuple[NodeName, str], _Peer] = {}
 
     def connect_to(self, node: NodeName, endpoint: str) -> None:
         """Makes ``endpoint`` the address of ``node``."""
@@ -62,21 +71,26 @@ class PeerClient:
 
     def close(self) -> None:
         """Ends all calls."""
-        for connection in self._connections.values():
-            connection.close()
-        self._connections.clear()
+        for peer in self._peers.values():
+            peer.bulk.close()
+            peer.connection.close()
+        self._peers.clear()
 
     def _connection(self, node: NodeName) -> Connection:
+        return self._peer(node).connection
+
+    def _peer(self, node: NodeName) -> _Peer:
         endpoint = self._endpoints.get(node)
         if endpoint is None:
             raise NotFoundError(
                 f"node {node}: no address; this daemon knows {', '.join(sorted(self._endpoints)) or 'none'}"
             )
         key = (node, endpoint)
-        if key not in self._connections:
+        if key not in self._peers:
             made = Connection(endpoint, credentials=self._credentials, token=self._token, node=node)
-            self._connections[key] = made
-        return self._connections[key]
+            greeting = Greeting(self._token or "", node)
+            self._peers[key] = _Peer(made, BulkClient(made, context=self._context, greeting=greeting))
+        return self._peers[key]
 
     async def fetch(
         self,
@@ -84,20 +98,19 @@ class PeerClient:
         job: JobName,
         txid: TxId,
         ranges: Sequence[Ranges],
-        write: Callable[[int, bytes], None],
+        write: Callable[[int, bytes | memoryview], None],
         *,
         deadline_s: float,
         patience_s: float | None = None,
     ) -> None:
         """Streams ``ranges`` in order; the contract is that of `PeerReader.fetch`."""
-        connection = self._connection(node)
+        peer = self._peer(node)
 
         def run(cancel: Cancel) -> None:
             retries, offset = Retries(deadline_s, patience_s=patience_s), 0
             for batch in split(ranges):
-                offset = _fetch_batch(
-                    connection, FetchRequest(job, txid, 0, batch), offset, write, retries, cancel
-                )
+                request = FetchRequest(job, txid, 0, batch, _MESSAGE_BYTES)
+                offset = _fetch_batch(peer, request, offset, write, retries, cancel)
 
         await in_thread(run, limiter=self._limiter)
 
@@ -212,21 +225,51 @@ class PeerClient:
         await self._call(node, "Peer/Release", request)
 
 
+@dataclass(frozen=True)
+class _Peer:
+    """The ways to one daemon."""
+
+    connection: Connection
+    bulk: BulkClient
+
+    def messages(
+        self, request: FetchRequest, *, deadline_s: float, cancel: Cancel
+    ) -> Iterator[bytes | memoryview]:
+        """Yields the bytes that ``request`` asks for, checked; each message is valid until the next one."""
+        encoded, nbytes = request.encode(), request.nbytes - request.start
+        stream = self.bulk.open(deadline_s, cancel)
+        if stream is None:
+            answers = self.connection.raw_stream(FETCH, encoded, deadline_s=deadline_s, cancel=cancel)
+            yield from checked(answers, nbytes)
+            return
+        is_whole = False
+        cancel.watch(stream)
+        try:
+            yield from stream.messages(encoded, nbytes, deadline_s=deadline_s)
+            is_whole = True
+        finally:
+            cancel.watch(None)
+            if is_whole:
+                self.bulk.give_back(stream)
+            else:
+                stream.cancel()
+                self.bulk.close()  # the others may have ended with it
+
+
 def _fetch_batch(
-    connection: Connection,
+    peer: _Peer,
     request: FetchRequest,
     offset: int,
-    write: Callable[[int, bytes], None],
+    write: Callable[[int, bytes | memoryview], None],
     retries: Retries,
     cancel: Cancel,
 ) -> int:
     """Writes what ``request`` asks for from ``offset`` on; returns where it ends. Resumes after failures."""
     done, total = 0, request.nbytes
     while done < total:
-        encoded = FetchRequest(request.job, request.txid, done, request.ranges).encode()
         try:
-            stream = connection.raw_stream(FETCH, encoded, deadline_s=retries.left_s(), cancel=cancel)
-            for message in checked(stream, total - done):
+            rest = replace(request, start=done)
+            for message in peer.messages(rest, deadline_s=retries.left_s(), cancel=cancel):
                 write(offset + done, message)
                 done += len(message)
                 retries.progressed()

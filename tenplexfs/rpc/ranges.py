@@ -103,6 +103,9 @@ class Scatter:
                 strip.write(at, view[:count])
             view, offset, index = view[count:], offset + count, index + 1
 
+    def close(self) -> None:
+        """Nothing is to be given back."""
+
 
 class _Lone:
     """One box: a view of words."""

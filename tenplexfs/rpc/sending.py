@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tenplexfs.errors import InvalidError, NotFoundError
-from tenplexfs.rpc.ranges import MESSAGE_BYTES, gather
+from tenplexfs.rpc.ranges import gather
 from tenplexfs.rpc.wire import FetchRequest
 from tenplexfs.runtime.protocols import ArraySource, GrowingArrays, Ranges
 
@@ -17,10 +17,8 @@ __all__ = ["messages_of"]
 _Ints = npt.NDArray[np.int64]
 
 
-def messages_of(
-    arrays: ArraySource, request: FetchRequest, *, message_bytes: int = MESSAGE_BYTES
-) -> Iterator[bytes | memoryview]:
-    """Yields the bytes of ``request`` from its start on, in messages of at most ``message_bytes``.
+def messages_of(arrays: ArraySource, request: FetchRequest) -> Iterator[bytes | memoryview]:
+    """Yields the bytes of ``request`` from its start on, in messages.
 
     Of arrays that are still being filled it yields what has landed, as soon as it has, and an empty message
     now and then while it waits.
@@ -30,6 +28,7 @@ def messages_of(
         InvalidError: A box does not fit.
         UnavailableError: What has not landed does not come.
     """
+    message_bytes = request.message_bytes
     parts = [(_array(arrays, part, request), part) for part in request.ranges]
     if not isinstance(arrays, GrowingArrays):
         boxes = [(array, part.boxes) for array, part in parts]

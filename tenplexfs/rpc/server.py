@@ -11,6 +11,7 @@ import hmac
 import keyword
 import re
 import socket as sockets
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
@@ -25,6 +26,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from tenplexfs.errors import ExistsError, InvalidError, UnavailableError
+from tenplexfs.rpc.bulk import ENDPOINT
+from tenplexfs.rpc.bulk_server import BulkServer
 from tenplexfs.rpc.connection import NODE_KEY, OPTIONS, SERVICES
 from tenplexfs.rpc.errors import answer
 from tenplexfs.rpc.handlers import (
@@ -64,6 +67,8 @@ async def serve(
     listen: str | None,
     socket: Path | None,
     credentials: grpc.ServerCredentials | None = None,
+    context: ssl.SSLContext | None = None,
+    data_port: int = 0,
     token: str | None = None,
     node: str | None = None,
     grace_s: float = 0.5,
@@ -84,6 +89,8 @@ async def serve(
         listen: ``host:port``; port 0 takes a free one.
         socket: Where the Unix socket is made, for the owner alone.
         credentials: For TLS on TCP; none: in the clear.
+        context: The same for what is not gRPC.
+        data_port: On the host of ``listen``, for the bytes of ranges; 0 takes a free one.
         token: What calls over TCP must carry, as ``authorization: Bearer <token>``.
         node: Whose daemon this is; calls over TCP that are meant for another are refused.
         grace_s: How long running calls may take to end.
@@ -106,25 +113,29 @@ async def serve(
         own["Datasets"] = datasets
     if members is not None:
         own["Members"] = members
-    running: list[_Server] = []
+    running: list[_Server | BulkServer] = []
     try:
         address = ""
         if listen is not None:
-            over_tcp = _Server(edge, remote, ranges, token, node)
+            _check_free(listen)
+            host = listen.rpartition(":")[0]
+            data = BulkServer(ranges, host, data_port, context=context, token=token, node=node)
+            running.append(data)
+            over_tcp = _Server(edge, remote, (ranges, data.port), token, node)
             running.append(over_tcp)
             address = over_tcp.bind(listen, credentials)
         if socket is not None:
             over_unix = _Server(edge, own)
             running.append(over_unix)
             over_unix.bind_unix(socket)
-        for server in running:
-            server.start()
+        for each in running:
+            each.start()
         yield address
     finally:
         with trio.CancelScope(shield=True):
             async with trio.open_nursery() as stopping:
-                for server in running:
-                    stopping.start_soon(trio.to_thread.run_sync, server.stop, grace_s)
+                for each in running:
+                    stopping.start_soon(trio.to_thread.run_sync, each.stop, grace_s)
 
 
 class _Server:
@@ -134,10 +145,11 @@ class _Server:
         self,
         edge: _Edge,
         handlers: Mapping[str, object],
-        ranges: RangesHandler | None = None,
+        ranges: tuple[RangesHandler, int] | None = None,
         token: str | None = None,
         node: str | None = None,
     ) -> None:
+        """``ranges`` has their handler, and the port of the `BulkServer` that serves them as well."""
         self._pool = ThreadPoolExecutor(_THREAD_COUNT, thread_name_prefix="grpc")
         interceptors: list[grpc.ServerInterceptor] = [] if token is None else [_TokenCheck(token)]
         if node is not None:
@@ -151,7 +163,7 @@ class _Server:
         for name, handler in handlers.items():
             self._server.add_generic_rpc_handlers((edge.service(SERVICES[name], handler),))
         if ranges is not None:
-            self._server.add_generic_rpc_handlers((_fetch_service(ranges),))
+            self._server.add_generic_rpc_handlers((_ranges_service(*ranges),))
         reflection.enable_server_reflection(
             (*names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
@@ -160,7 +172,6 @@ class _Server:
 
     def bind(self, listen: str, credentials: grpc.ServerCredentials | None) -> str:
         """Returns the address that was bound, with its port."""
-        _check_free(listen)
         try:
             port = (
                 self._server.add_insecure_port(listen)
@@ -302,7 +313,7 @@ def _python_name(method: str) -> str:
     return f"{name}_" if keyword.iskeyword(name) else name
 
 
-def _fetch_service(handler: RangesHandler) -> grpc.GenericRpcHandler:
+def _ranges_service(handler: RangesHandler, data_port: int) -> grpc.GenericRpcHandler:
     def messages(data: bytes) -> Iterator[bytes]:
         request = FetchRequest.decode(data)
         with handler.open_arrays(request.job, request.txid) as arrays:
@@ -314,9 +325,13 @@ def _fetch_service(handler: RangesHandler) -> grpc.GenericRpcHandler:
         while (message := answer(context, lambda: next(stream, None))) is not None:
             yield message
 
-    _, service, method = FETCH.split("/")
+    def endpoint(_: bytes, __: grpc.ServicerContext) -> Iterator[bytes]:
+        yield b"%d" % data_port
+
+    methods = {path.split("/")[2]: make for path, make in ((FETCH, fetch), (ENDPOINT, endpoint))}
     return grpc.method_handlers_generic_handler(
-        service, {method: grpc.unary_stream_rpc_method_handler(fetch)}
+        FETCH.split("/")[1],
+        {name: grpc.unary_stream_rpc_method_handler(make) for name, make in methods.items()},
     )
 
 

@@ -71,9 +71,10 @@ class Identity:
         """Returns what a caller shows, and asks of servers."""
         return grpc.ssl_channel_credentials(self.authority, self.pair.key, self.pair.certificate)
 
-    def context(self) -> ssl.SSLContext:
-        """Returns the same for a caller without gRPC."""
-        context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cadata=self.authority.decode())
+    def context(self, purpose: ssl.Purpose = ssl.Purpose.SERVER_AUTH) -> ssl.SSLContext:
+        """Returns the same without gRPC; for a server with the purpose ``CLIENT_AUTH``."""
+        context = ssl.create_default_context(purpose, cadata=self.authority.decode())
+        context.verify_mode = ssl.CERT_REQUIRED
         # Python takes a key from files only; this one lives as long as the call.
         with tempfile.NamedTemporaryFile() as file:
             file.write(self.pair.certificate + self.pair.key)
@@ -103,6 +104,11 @@ class Access:
     def context(self) -> ssl.SSLContext | None:
         """For a caller without gRPC; None when there is no certificate."""
         return None if self.identity is None else self.identity.context()
+
+    @property
+    def server_context(self) -> ssl.SSLContext | None:
+        """For a server without gRPC; None when there is no certificate."""
+        return None if self.identity is None else self.identity.context(ssl.Purpose.CLIENT_AUTH)
 
 
 def read_token(file: Path) -> str:

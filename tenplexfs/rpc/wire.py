@@ -21,11 +21,13 @@ from xxhash import xxh3_64_intdigest
 from tenplexfs.core.snapshot import JobName, TxId, check_job_name
 from tenplexfs.errors import CorruptError, InvalidError
 from tenplexfs.rpc.messages import check_txid
+from tenplexfs.rpc.ranges import MESSAGE_BYTES
 from tenplexfs.runtime.protocols import Ranges
 
 __all__ = [
     "FETCH",
     "GROUP_COUNT",
+    "MAX_ENCODED_BYTES",
     "MAX_REQUEST_BYTES",
     "FetchRequest",
     "checked",
@@ -38,7 +40,7 @@ GROUP_COUNT = 4
 MAX_REQUEST_BYTES = 16 << 20
 """Half a million boxes of two dims: more are asked for in several calls."""
 _PART_BYTES = 64
-_HEAD_BYTES = 4096
+MAX_ENCODED_BYTES = MAX_REQUEST_BYTES + 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,14 @@ class FetchRequest:
         txid: Names its snapshot.
         start: Bytes of the stream that the asker has already.
         ranges: In the order of the stream.
+        message_bytes: No message is longer.
     """
 
     job: JobName
     txid: TxId
     start: int
     ranges: tuple[Ranges, ...]
+    message_bytes: int = MESSAGE_BYTES
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +72,7 @@ class FetchRequest:
             _Part(r.rank, r.path, r.itemsize, len(r.boxes), r.boxes.shape[2], _packed(r.boxes))
             for r in self.ranges
         ]
-        return msgspec.msgpack.encode(_Request(self.job, self.txid, self.start, parts))
+        return msgspec.msgpack.encode(_Request(self.job, self.txid, self.start, parts, self.message_bytes))
 
     @classmethod
     def decode(cls, data: bytes) -> FetchRequest:
@@ -77,7 +81,7 @@ class FetchRequest:
         Raises:
             InvalidError: It is not one, or larger than `MAX_REQUEST_BYTES`.
         """
-        if len(data) > MAX_REQUEST_BYTES + _HEAD_BYTES:
+        if len(data) > MAX_ENCODED_BYTES:
             raise InvalidError(
                 f"request for ranges: {len(data)} bytes, at most {MAX_REQUEST_BYTES}: ask in parts"
             )
@@ -90,7 +94,7 @@ class FetchRequest:
             raise InvalidError(
                 f"request for ranges: need at most {MAX_REQUEST_BYTES} bytes of it, ask in parts"
             )
-        request = cls(check_job_name(raw.job), check_txid(raw.txid), raw.start, ranges)
+        request = cls(check_job_name(raw.job), check_txid(raw.txid), raw.start, ranges, raw.message_bytes)
         if raw.start > request.nbytes:
             raise InvalidError(f"request for ranges: need start <= {request.nbytes}, got {raw.start}")
         return request
@@ -110,6 +114,7 @@ class _Request(msgspec.Struct, array_like=True, frozen=True):
     txid: str
     start: Annotated[int, msgspec.Meta(ge=0)]
     parts: list[_Part]
+    message_bytes: Annotated[int, msgspec.Meta(ge=1 << 12, le=MESSAGE_BYTES)] = MESSAGE_BYTES
 
 
 def _packed(boxes: npt.NDArray[np.int64]) -> bytes:

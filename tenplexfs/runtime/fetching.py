@@ -172,7 +172,7 @@ class _Landing:
         self._flat: Bytes = np.empty(total_bytes, np.uint8)
         self._done = 0
 
-    def write(self, offset: int, data: bytes) -> None:
+    def write(self, offset: int, data: bytes | memoryview) -> None:
         if offset != self._done or offset + len(data) > len(self._flat):
             raise CorruptError(f"range stream: got bytes [{offset}, {offset + len(data)}) after {self._done}")
         self._flat[offset : offset + len(data)] = np.frombuffer(data, np.uint8)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -21,10 +22,13 @@ from tenplexfs.core.snapshot import NodeName
 from tenplexfs.errors import CorruptError
 from tenplexfs.runtime.protocols import Ranges
 from tenplexfs.storage.store import Ingest, Key
+from tenplexfs.storage.writers import Writer
 
 __all__ = ["Array", "Fetch", "Landing", "Reporter", "Scatter", "ScatterFactory", "Sums", "slices_of"]
 
 Array = npt.NDArray[np.generic]
+
+_REPORT_S = 0.02  # each one wakes the thread that serves the mount
 
 
 class Scatter(Protocol):
@@ -32,6 +36,10 @@ class Scatter(Protocol):
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         """Writes ``data``, the bytes of the stream from ``offset`` on."""
+        ...
+
+    def close(self) -> None:
+        """Ends it."""
         ...
 
 
@@ -62,10 +70,18 @@ class Fetch:
 
 
 class Reporter:
-    """Tells how many bytes are done, from any thread: a hundred times in all, and nobody waits for it."""
+    """Tells how many bytes are done, from any thread: a hundred times at most, and nobody waits for it.
 
-    def __init__(self, report: Callable[[int, int], None]) -> None:
+    Args:
+        clock: Seconds that never go back.
+    """
+
+    def __init__(
+        self, report: Callable[[int, int], None], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._report = report
+        self._clock = clock
+        self._next_s = 0.0
         self._lock = threading.Lock()
         self._done = self._total = self._told = 0
 
@@ -84,8 +100,10 @@ class Reporter:
         """So many more are done."""
         with self._lock:
             self._done += nbytes
-            if self._done < self._total and 100 * (self._done - self._told) < self._total:
-                return
+            if self._done < self._total:
+                if 100 * (self._done - self._told) < self._total or self._clock() < self._next_s:
+                    return
+                self._next_s = self._clock() + _REPORT_S
             self._told = self._done
         self._token.run_sync_soon(self._tell, idempotent=True)
 
@@ -162,29 +180,26 @@ class Landing:
         self._ends = list(accumulate(each.nbytes for each in call))
         self.nbytes = self._ends[-1]
         self._arrived = self._finished = 0
-        self._writes: list[tuple[int, int, Callable[[int, memoryview], None]]] = []  # begin, end, what writes
+        self._writes: deque[tuple[int, int, Callable[[], Writer]]] = deque()  # begin, end, what makes it
+        self._writer: Writer | None = None
         scattered: list[Fetch] = []
         begin = at = 0
         for item, end in zip(call, self._ends, strict=True):
-            if (flat := _as_span(item)) is None:
+            if (place := _as_span(item)) is None:
                 scattered.append(item)
             else:
                 self._add(begin, at, scattered, scatter)
-                self._writes.append((at, end, partial(self._put, item, flat)))
+                self._writes.append((at, end, partial(ingest.writer, item.target.keys[0], item.array, place)))
                 scattered, begin = [], end
             at = end
         self._add(begin, at, scattered, scatter)
 
     def _add(self, begin: int, end: int, items: Sequence[Fetch], scatter: ScatterFactory) -> None:
         if items:
-            write = scatter([(each.array, each.boxes) for each in items]).write
-            self._writes.append((begin, end, write))
+            made = scatter([(each.array, each.boxes) for each in items])
+            self._writes.append((begin, end, lambda: made))
 
-    def _put(self, item: Fetch, flat: Array, offset: int, data: memoryview) -> None:
-        place = flat[offset : offset + len(data)]
-        self._ingest.put(item.target.keys[0], item.array, place, np.frombuffer(data, np.uint8))
-
-    def write(self, offset: int, data: bytes) -> None:
+    def write(self, offset: int, data: bytes | memoryview) -> None:
         """Writes the bytes of the stream from ``offset`` on; called in order, by one thread."""
         if offset != self._arrived or offset + len(data) > self.nbytes:
             raise CorruptError(
@@ -193,11 +208,14 @@ class Landing:
         self._arrived += len(data)
         view = memoryview(data)
         while view:
-            begin, end, write = self._writes[0]
-            write(offset - begin, view[: end - offset])
+            begin, end, make = self._writes[0]
+            if self._writer is None:
+                self._writer = make()
+            self._writer.write(offset - begin, view[: end - offset])
             view, offset = view[end - offset :], min(end, offset + len(view))
             if offset == end:
-                self._writes.pop(0)
+                self._writes.popleft()
+                self.close()
         self._progress.add(len(data))
         while self._finished < len(self._call):
             item, left = self._call[self._finished], self._ends[self._finished] - self._arrived
@@ -208,6 +226,12 @@ class Landing:
                 break
             self._sums.landed(item.target)
             self._finished += 1
+
+    def close(self) -> None:
+        """Gives back what writing needs."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
     @property
     def has_begun(self) -> bool:
@@ -227,11 +251,11 @@ class Landing:
 
 
 def _as_span(item: Fetch) -> Array | None:
-    """Returns the bytes of what is one contiguous box of its array, else None."""
+    """Returns the place of what is one contiguous box of its array, else None."""
     if len(item.boxes) != 1:
         return None
     place = item.array[slices_of(item.boxes[0])]
-    return place.reshape(-1).view(np.uint8) if place.flags.c_contiguous else None
+    return place if place.flags.c_contiguous else None
 
 
 def slices_of(box: Boxes) -> tuple[Any, ...]:

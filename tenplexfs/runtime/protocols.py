@@ -78,7 +78,7 @@ class PeerReader(Protocol):
         job: JobName,
         txid: TxId,
         ranges: Sequence[Ranges],
-        write: Callable[[int, bytes], None],
+        write: Callable[[int, bytes | memoryview], None],
         *,
         deadline_s: float,
         patience_s: float | None = None,
@@ -86,9 +86,9 @@ class PeerReader(Protocol):
         """Streams ``ranges`` in order.
 
         ``write(offset, data)`` is called in a worker thread, in order, with the bytes from ``offset`` on of
-        the concatenation of all boxes (each in C order). Each message's checksum is verified before it is
-        handed over. A transient failure resumes where the stream stopped, until ``deadline_s``, or until it
-        has failed for ``patience_s`` without anything new.
+        the concatenation of all boxes (each in C order), which are valid until it returns. Each message's
+        checksum is verified before it is handed over. A transient failure resumes where the stream stopped,
+        until ``deadline_s``, or until it has failed for ``patience_s`` without anything new.
 
         Raises:
             NotFoundError, StaleError: The node has no such snapshot, rank or tensor (any more).

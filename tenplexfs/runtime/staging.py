@@ -268,15 +268,18 @@ class Staging:
         self, txid: TxId, call: Sequence[Fetch], landing: Landing, patience_s: float | None = None
     ) -> None:
         node = call[0].node
-        await self._peers.fetch(
-            node,
-            self._base.job,
-            txid,
-            [each.ranges for each in call],
-            landing.write,
-            deadline_s=_PATIENCE_S + landing.nbytes / _SLOWEST_BYTES_PER_S,
-            patience_s=patience_s,
-        )
+        try:
+            await self._peers.fetch(
+                node,
+                self._base.job,
+                txid,
+                [each.ranges for each in call],
+                landing.write,
+                deadline_s=_PATIENCE_S + landing.nbytes / _SLOWEST_BYTES_PER_S,
+                patience_s=patience_s,
+            )
+        finally:
+            landing.close()
         landing.check(node)
 
 

@@ -21,6 +21,7 @@ from tenplexfs.formats.manifest import ArrayRef, StoredSnapshot
 from tenplexfs.storage.directory import OBJECTS, SEGMENTS, Directory
 from tenplexfs.storage.files import FileTable
 from tenplexfs.storage.sums import as_bytes, box_sums, byte_blocks, piece_boxes
+from tenplexfs.storage.writers import FileWriter, MapWriter, Writer
 
 if TYPE_CHECKING:
     from tenplexfs.core.ptc import Shard
@@ -167,6 +168,20 @@ class Ingest:
             self._map(ref.file)[begin : begin + len(view)] = view
         else:
             self._write(ref.file, begin, view)
+
+    def writer(self, key: Key, within: npt.NDArray[np.generic], place: npt.NDArray[np.generic]) -> Writer:
+        """Returns what writes over ``place``, a contiguous view of the array ``within`` as `put` has it.
+
+        For one thread, which closes it before the ingest is sealed or dropped.
+        """
+        ref = self._writable(key)
+        at = place.__array_interface__["data"][0] - within.__array_interface__["data"][0]
+        begin = ref.offset + ref.header_bytes + at
+        if ref.file.startswith(SEGMENTS) or place.nbytes < _WRITE_BYTES:
+            mapped = memoryview(self._map(ref.file))
+            return MapWriter(mapped[begin : begin + place.nbytes])
+        fd = os.open(self._directory.path / ref.file, os.O_WRONLY | os.O_CLOEXEC)
+        return FileWriter(fd, begin, place.nbytes)
 
     def put(
         self,

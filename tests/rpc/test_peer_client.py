@@ -184,7 +184,7 @@ async def test_a_wrong_stream_is_refused_in_the_end(wrong, words):
 
 async def test_a_peer_that_is_not_there():
     with client_of("127.0.0.1:1", call_deadline_s=0.3) as client:
-        with pytest.raises(UnavailableError, match=r"127.0.0.1:1: Fetch: UNAVAILABLE"):
+        with pytest.raises(UnavailableError, match=r"127.0.0.1:1: Endpoint: UNAVAILABLE"):
             await fetch(client, [WHOLE], Sink().write, deadline_s=0.3)
         with pytest.raises(UnavailableError, match=r"127.0.0.1:1: Hello: UNAVAILABLE"):
             await client.hello("node0", peer_pb2.HelloRequest())

@@ -88,7 +88,7 @@ class Peers:
         job: JobName,
         txid: TxId,
         ranges: Sequence[Ranges],
-        write: Callable[[int, bytes], None],
+        write: Callable[[int, bytes | memoryview], None],
         *,
         deadline_s: float,
         patience_s: float | None = None,
@@ -98,11 +98,11 @@ class Peers:
             raise UnavailableError(f"node {node}: does not answer")
 
         def send() -> None:
-            request = FetchRequest(job, txid, 0, tuple(ranges))
+            request = FetchRequest(job, txid, 0, tuple(ranges), self.message_bytes)
             with self.open_arrays[node](job, txid) as arrays:
                 offset = 0
-                for data in messages_of(arrays, request, message_bytes=self.message_bytes):
-                    write(offset, bytes(data))
+                for data in messages_of(arrays, request):
+                    write(offset, data)
                     offset += len(data)
 
         await trio.to_thread.run_sync(send)

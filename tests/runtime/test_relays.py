@@ -152,7 +152,7 @@ def test_messages_wait_for_what_lands_and_never_overtake_it():
     item = item_of(array, np.array([[[0, 0], [64, 32]]]))
     board = Board()
     board.show([(0, "w")], array, [item])
-    request = FetchRequest("j", "t" * 16, 33, (Ranges(0, "w", 1, np.array([[[1, 1], [60, 31]]])),))
+    request = FetchRequest("j", "t" * 16, 33, (Ranges(0, "w", 1, np.array([[[1, 1], [60, 31]]])),), 100)
 
     def land():
         for row in range(64):
@@ -161,7 +161,7 @@ def test_messages_wait_for_what_lands_and_never_overtake_it():
 
     writer = threading.Thread(target=land)
     writer.start()
-    sent = b"".join(messages_of(board, request, message_bytes=100))
+    sent = b"".join(messages_of(board, request))
     writer.join()
     assert sent == source[1:60, 1:31].tobytes()[33:]
 
