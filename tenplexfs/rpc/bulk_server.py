@@ -29,7 +29,7 @@ __all__ = ["BulkServer"]
 
 log = logging.getLogger(__name__)
 
-_MOST_CONNECTIONS = 256
+_MOST_CONNECTIONS = 1024
 _GREETING_S = 10
 _STALL_S = 60
 """Ticks that the other side may take nothing of what it asked for."""
