@@ -23,6 +23,8 @@ __all__ = ["load", "read"]
 
 Array = npt.NDArray[np.generic]
 
+_COPIED_BYTES = 64 << 10
+
 
 def load(
     path: str | os.PathLike[str],
@@ -90,9 +92,7 @@ def read(file: str | os.PathLike[str]) -> Array:
 
 
 def _fetch(connection: Connection, begun: dict[str, Any]) -> dict[str, Array]:
-    """Returns the arrays of all paths; tensors that share a file share the memory."""
-    arrays: dict[str, Array] = {}
-    tensors = begun["tensors"]
+    """Returns the arrays of all paths; big ones that share a file share the memory."""
     files: list[npt.NDArray[np.uint8]] = []
     for first in range(0, begun["files"], MAX_FDS):
         answer, fds = connection.ask_fds("load.files", first=first)
@@ -101,22 +101,36 @@ def _fetch(connection: Connection, begun: dict[str, Any]) -> dict[str, Array]:
         finally:
             for fd in fds:
                 os.close(fd)
-    for path, dtype, shape, file, offset in tensors:
-        if file is not None:
-            arrays[path] = _array(files[file], offset, dtype, shape)
-    small = [each for each in tensors if each[3] is None]
+    kinds = [_Kind(dtype, shape) for dtype, shape in begun["kinds"]]
+    of = [kinds[number] for number in np.frombuffer(begun["of"], np.uint32).tolist()]
+    places = np.frombuffer(begun["places"], np.int64).reshape(-1, 2).tolist()
+    arrays: dict[str, Array] = {}
+    small: list[tuple[str, _Kind]] = []
+    for path, kind, (file, offset) in zip(begun["paths"], of, places, strict=True):
+        if file < 0:
+            small.append((path, kind))
+        else:
+            arrays[path] = kind.within(files[file], offset)
     at = 0
     while at < len(small):
         answer = connection.ask("load.data", first=at)
         data, offset = np.frombuffer(bytearray(answer["data"]), np.uint8), 0
-        for path, dtype, shape, _, size in small[at : at + answer["count"]]:
-            arrays[path] = _array(data, offset, dtype, shape)
-            offset += -(-size // ALIGNMENT) * ALIGNMENT
+        for path, kind in small[at : at + answer["count"]]:
+            arrays[path] = kind.within(data, offset)
+            offset += -(-kind.nbytes // ALIGNMENT) * ALIGNMENT
         at += answer["count"]
     return arrays
 
 
-def _array(data: npt.NDArray[np.uint8], offset: int, dtype: str, shape: list[int]) -> Array:
-    kind = dtype_of(dtype)
-    size = math.prod(shape) * kind.itemsize
-    return data[offset : offset + size].view(kind).reshape(shape)
+class _Kind:
+    """A dtype and a shape."""
+
+    def __init__(self, dtype: str, shape: list[int]) -> None:
+        self.dtype = dtype_of(dtype)
+        self.shape = tuple(shape)
+        self.nbytes = math.prod(shape) * self.dtype.itemsize
+
+    def within(self, data: npt.NDArray[np.uint8], offset: int) -> Array:
+        """Returns an array over ``data``; a copy where it is small, lest it keeps all of a segment mapped."""
+        array: Array = np.ndarray(self.shape, self.dtype, data.data, offset)
+        return array.copy() if self.nbytes < _COPIED_BYTES else array

@@ -153,7 +153,8 @@ def _send(place: Place, begin: Mapping[str, object], flat: Flat[Source]) -> Conn
     try:
         begun = connection.ask("save.begin", **begin)
         remember(place.mount, place.job, begun["base"])
-        _write_files(connection, begun["save"], _placed(flat, begun))
+        threads = min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // begun["ranks"]))
+        _write_files(connection, begun["save"], _placed(flat, begun), threads)
         connection.ask("save.seal", save=begun["save"])
     except BaseException:
         connection.close()
@@ -219,9 +220,8 @@ def _placed(flat: Flat[Source], begun: Mapping[str, Any]) -> list[list[Placed]]:
     return files
 
 
-def _write_files(connection: Connection, name: int, files: Sequence[Sequence[Placed]]) -> None:
+def _write_files(connection: Connection, name: int, files: Sequence[Sequence[Placed]], threads: int) -> None:
     """Writes into the files that the daemon hands out, some at a time."""
-    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(threads, thread_name_prefix="tenplexfs-copy") as pool, ExitStack() as stack:
         batches: deque[tuple[list[int], list[Future[None]]]] = deque()
         for first in range(0, len(files), MAX_FDS):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 import xxhash
@@ -22,6 +22,7 @@ __all__ = ["ArrayRef", "Manifest", "StoredSnapshot", "decode", "decode_snapshot"
 _FORMAT = "tenplexfs-manifest"
 _VERSION = 1
 _T = TypeVar("_T")
+_Boxes: TypeAlias = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class _Ref(msgspec.Struct, array_like=True):
     shape: tuple[int, ...]
     dtype: int
     sums: tuple[int, ...]
-    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] | None  # None: one that is the whole array
+    boxes: _Boxes | None  # None: one that is the whole array
     ranks: dict[str, list[int]]  # path -> ranks
 
 
@@ -165,13 +166,17 @@ def encode_snapshot(stored: StoredSnapshot) -> bytes:
     files: dict[str, int] = {}
     dtypes: dict[str, int] = {}
     refs: dict[int, _Ref] = {}
+    boxes: dict[tuple[int, tuple[int, ...]], _Boxes | None] = {}  # arrays that are cut alike share them
     for (rank, path), ref in stored.arrays.items():
         packed = refs.get(id(ref))
         if packed is None:
             file = files.setdefault(ref.file, len(files))
             dtype = dtypes.setdefault(ref.dtype, len(dtypes))
+            cut = id(ref.boxes), ref.shape
+            if cut not in boxes:
+                boxes[cut] = _pack(ref)
             refs[id(ref)] = packed = _Ref(
-                file, ref.offset, ref.header_bytes, ref.nbytes, ref.shape, dtype, ref.sums, _pack(ref), {}
+                file, ref.offset, ref.header_bytes, ref.nbytes, ref.shape, dtype, ref.sums, boxes[cut], {}
             )
         packed.ranks.setdefault(path, []).append(rank)
     return msgspec.msgpack.encode(
@@ -234,7 +239,7 @@ def _whole(shape: Sequence[int]) -> tuple[Region, ...]:
     return (Region((0,) * len(shape), tuple(shape)),)
 
 
-def _pack(ref: ArrayRef) -> list[tuple[tuple[int, ...], tuple[int, ...]]] | None:
+def _pack(ref: ArrayRef) -> _Boxes | None:
     boxes = [(box.start, box.stop) for box in ref.boxes]
     return None if len(boxes) == 1 and boxes[0][1] == ref.shape and not any(boxes[0][0]) else boxes
 

@@ -73,11 +73,13 @@ class RankSave:
     Attributes:
         plan: Where its tensors go.
         files: Theirs, once there is room.
+        ranks_here: How many ranks of the job are on this node, and save at the same time.
     """
 
     attempt: Attempt
     request: SaveRequest
     plan: RankPlan
+    ranks_here: int
     files: RankFiles | None = None
     is_sealed: bool = False
 

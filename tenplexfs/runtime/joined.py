@@ -90,15 +90,23 @@ class JoinedFiles:
 
     Ranks whose arrays have the same shapes have the same layout, which is made once: the first of them here,
     in a worker thread, the others when they are asked for. A rank is an int, the whole model is None.
+
+    Args:
+        view: Of the snapshot.
+        ptc: What each rank holds.
+        like: Of another snapshot; what it knows is used again where that holds the same.
     """
 
-    def __init__(self, view: SnapshotView, ptc: PTC) -> None:
+    def __init__(self, view: SnapshotView, ptc: PTC, like: JoinedFiles | None = None) -> None:
         self._view = view
         self._ptc = ptc
         self._keys: dict[int, object] = {}
         self._distinct: dict[object, object] = {}
         self._known: dict[object, int | str] = {}  # size, or why there is no file
         self._layouts: dict[object, FileLayout] = {}  # those made last
+        if like is not None and like._ptc is ptc:
+            self._keys, self._distinct = like._keys, like._distinct
+            self._known, self._layouts = dict(like._known), dict(like._layouts)
         self._size_or_reason(None)
         for rank in range(ptc.world_size):
             self._size_or_reason(rank)

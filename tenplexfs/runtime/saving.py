@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
@@ -34,8 +35,8 @@ __all__ = ["Saves"]
 
 log = logging.getLogger(__name__)
 
-_WRITER_TRIES_S = (0.01, 0.05, 0.2)
-_SUM_TASKS = 2
+_WRITER_TRIES_S = (0.0, 0.01, 0.05, 0.2)
+_MAX_SUM_TASKS = 4  # of one rank
 
 
 class Saves:
@@ -81,7 +82,8 @@ class Saves:
         while (now := self._checked_base(request)).head != base.head:  # it went on meanwhile
             base, plan = now, await self._plan(now.ptc, request)
         attempt = self._attempt(base, request)
-        rank = attempt.ranks[request.rank] = RankSave(attempt, request, plan)
+        ranks_here = len(base.ptc.nodes[self._node])
+        rank = attempt.ranks[request.rank] = RankSave(attempt, request, plan, ranks_here)
         try:
             attempt.check()
             attempt.reserving_count += 1
@@ -179,10 +181,9 @@ class Saves:
         if missing:
             raise InvalidError(f"save: {missing} files of {len(files.names)} were never asked for")
         numbers = range(len(files.names))
+        tasks = min(_MAX_SUM_TASKS, max(1, len(os.sched_getaffinity(0)) // rank.ranks_here))
         try:
-            await run_all(
-                [partial(self._close, attempt, files, numbers[i::_SUM_TASKS]) for i in range(_SUM_TASKS)]
-            )
+            await run_all([partial(self._close, attempt, files, numbers[i::tasks]) for i in range(tasks)])
         except TenplexError as error:
             await self.fail(attempt, error)
             raise
@@ -194,29 +195,23 @@ class Saves:
         """Takes files back from their client, and sums up what is in them."""
         ingest = attempt.ingest
 
-        def close() -> list[int]:
-            late = ingest.settle(files, numbers)
-            ingest.finish(files, [n for n in numbers if n not in late] if late else numbers)
-            return late
-
-        try:
-            late = await trio.to_thread.run_sync(close)
-        except FileNotFoundError:
-            attempt.check()  # it was given up meanwhile
-            raise
+        late = list(numbers)
         for pause_s in _WRITER_TRIES_S:
+            await trio.sleep(pause_s)
+            try:
+                late = await trio.to_thread.run_sync(ingest.settle, files, late)
+            except FileNotFoundError:
+                attempt.check()  # it was given up meanwhile
+                raise
             if not late:
                 return
-            await trio.sleep(pause_s)
-            last, late = late, await trio.to_thread.run_sync(ingest.settle, files, late)
-            await trio.to_thread.run_sync(ingest.finish, files, [n for n in last if n not in late])
         # Somebody was forked in the middle of it, or does not close: what is there now is copied away.
         log.warning(
             "job %s: %d files of %s have other writers; copying", attempt.job, len(late), attempt.snapshot
         )
         for number in late:
             await trio.to_thread.run_sync(ingest.copy_out, files, number)
-        await trio.to_thread.run_sync(ingest.finish, files, late)
+        await trio.to_thread.run_sync(ingest.settle, files, late)
 
     async def _finish(self, attempt: Attempt) -> None:
         here = attempt.base.ptc.nodes.get(self._node, ())

@@ -173,7 +173,8 @@ class SnapshotTree:
                 by_id[which] = self._tree((paths, tuple(leaves)), known)
             self._ranks.append(by_id[which])
         self._full = self._tree((tuple(sorted(ptc.tensors)), ()), known)
-        self._joined = JoinedFiles(view, ptc)
+        joined = like._joined if like is not None and like._ptc is not None else None
+        self._joined: JoinedFiles = JoinedFiles(view, ptc, joined)
 
     def twin(self, slot: int) -> SnapshotTree:
         """Returns the same tree with inodes of its own, for a second name in the root."""

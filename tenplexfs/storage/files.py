@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -102,8 +103,6 @@ class FileTable:
         Raises:
             NoRoomError: They would pass the limit, or the file system is full.
         """
-        suffix = {OBJECTS: "npy", SEGMENTS: "seg"}
-        names = [f"{kind}/{self._new_id()}.{suffix[kind]}" for kind, _ in wanted]
         needed = sum(_pages(size) for _, size in wanted)
         self._make_room(needed)
         with self._lock:
@@ -111,6 +110,7 @@ class FileTable:
             if used + needed > self._limit_bytes:
                 raise self._no_room(needed, used, "the limit")
             spares = self._take_spares(wanted) if recycle else {}
+            names = [spares.get(i) or self._new_name(kind) for i, (kind, _) in enumerate(wanted)]
             self._free_spares(used + needed + self._spare_bytes - self._limit_bytes)
             for name, (_, size) in zip(names, wanted, strict=True):
                 self._bytes[name] = _pages(size)
@@ -118,18 +118,18 @@ class FileTable:
         try:
             for i, (name, (_, size)) in enumerate(zip(names, wanted, strict=True)):
                 if i in spares:
-                    (self._root / spares[i]).chmod(0o600)
-                    (self._root / spares[i]).rename(self._root / name)
+                    os.chmod(f"{self._root}/{name}", 0o600)  # noqa: PTH101 - a tenth of the time
                 else:
                     self._make(self._root / name, size)
         except OSError as error:
-            for spare in spares.values():
-                (self._root / spare).unlink(missing_ok=True)
             self.let_go(names)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise self._no_room(needed, used, "its file system") from error
         return names
+
+    def _new_name(self, kind: str) -> str:
+        return f"{kind}/{self._new_id()}.{'npy' if kind == OBJECTS else 'seg'}"
 
     def _make_room(self, needed_bytes: int) -> None:
         """Has things freed until there is room.
@@ -240,7 +240,7 @@ class FileTable:
         Returns:
             The size of what can, and a descriptor of what another process still has.
         """
-        path = self._root / name
+        path = f"{self._root}/{name}"
         with self._lock:
             own = name in self._maps or any(ref() is not None for ref in self._writers.get(name, ()))
         try:
@@ -251,7 +251,8 @@ class FileTable:
             alone = not own and is_alone(fd)
             if alone and recycle:
                 return os.fstat(fd).st_size, None
-            path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                os.unlink(path)  # noqa: PTH108
             if not alone and not own:
                 fd, kept = -1, fd
                 return None, kept

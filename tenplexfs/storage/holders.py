@@ -6,8 +6,6 @@ Measured on kernel 6.18: also for files that are unlinked, and for maps whose de
 from __future__ import annotations
 
 import fcntl
-import os
-from pathlib import Path
 
 __all__ = ["has_writer", "is_alone"]
 
@@ -17,13 +15,12 @@ def is_alone(fd: int) -> bool:
     return _granted(fd, fcntl.F_WRLCK)
 
 
-def has_writer(path: Path) -> bool:
-    """Returns whether somebody may still write into the file; True, too, where nobody can tell."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return not _granted(fd, fcntl.F_RDLCK)
-    finally:
-        os.close(fd)
+def has_writer(fd: int) -> bool:
+    """Returns whether somebody may still write into the file of ``fd``, which is open for reading alone.
+
+    True, too, where nobody can tell.
+    """
+    return not _granted(fd, fcntl.F_RDLCK)
 
 
 def _granted(fd: int, kind: int) -> bool:

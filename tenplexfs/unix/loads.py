@@ -1,4 +1,4 @@
-"""A rank's arrays on their way to a training process: files of the store as they are, small ones as bytes."""
+"""A rank's arrays on their way to a training process: the store's files as they are, others as copies."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import trio
 
 from tenplexfs.errors import CorruptError, NotFoundError, TenplexError
@@ -16,7 +17,6 @@ from tenplexfs.formats.frames import ALIGNMENT, MAX_FDS
 from tenplexfs.runtime.protocols import ArraySource
 from tenplexfs.runtime.snapshot import Snapshot
 from tenplexfs.storage.arrays import SnapshotArrays
-from tenplexfs.storage.sums import as_bytes
 
 __all__ = ["Load"]
 
@@ -41,7 +41,11 @@ class _File:
 
 
 class Load:
-    """What one rank holds of one snapshot; pins it until `close`."""
+    """What one rank holds of one snapshot; pins it until `close`.
+
+    Attributes:
+        tensors: All of them, and where they are.
+    """
 
     def __init__(
         self,
@@ -53,7 +57,6 @@ class Load:
         self._rank = rank
         self._pin: AbstractContextManager[ArraySource] | None = None
         self._arrays: SnapshotArrays | None = None
-        self.tensors: list[list[Any]] = []
         self._files: list[_File] = []
         self._small: list[tuple[str, int]] = []
         try:
@@ -64,35 +67,52 @@ class Load:
         else:
             self._pin = pin
             self._arrays = arrays if isinstance(arrays, SnapshotArrays) else None
-        self._list()
+        self.tensors = self._columns()
 
-    @property
-    def files_count(self) -> int:
-        """How many files there are."""
-        return len(self._files)
+    def _columns(self) -> dict[str, Any]:
+        """Lists the tensors: paths, distinct kinds, of which kind each is, and where it lies.
 
-    def _list(self) -> None:
+        The place is a file and where the data begins in it; -1 for those that come as bytes.
+        """
         stored = self._arrays.stored.arrays if self._arrays is not None else {}
+        ptc, rank = self.view.ptc, self._rank
+        paths = ptc.rank_paths(rank)
+        kinds: dict[tuple[str, tuple[int, ...]], int] = {}
+        of: list[int] = []
+        places: list[tuple[int, int]] = []
         numbers: dict[str, int] = {}
-        for path in self.view.ptc.rank_paths(self._rank):
-            dtype = self.view.ptc.tensors[path].dtype
-            shape = self.view.ptc.shard(self._rank, path).local_shape
-            header = npy.header_size(shape, dtype)
-            size = npy.file_size(shape, dtype) - header
-            ref = stored.get((self._rank, path))
-            row: list[Any] = [path, dtype, list(shape), None, size]
-            if size < _FILE_BYTES:
-                self._small.append((path, size))
-            elif ref is None:
-                row[3:] = [len(self._files), header]
-                self._files.append(_File(path, False, header + size))
-            else:
+        for path in paths:
+            ref = stored.get((rank, path))
+            if ref is not None:
+                kind = ref.dtype, ref.shape
                 begin = ref.offset + ref.header_bytes
-                if ref.file not in numbers:
-                    numbers[ref.file] = len(self._files)
-                    self._files.append(_File(path, True, begin + size))
-                row[3:] = [numbers[ref.file], begin]
-            self.tensors.append(row)
+                number = numbers.get(ref.file)
+                if number is None:
+                    number = numbers[ref.file] = len(self._files)
+                    self._files.append(_File(path, True, begin + ref.nbytes))
+                elif self._files[number].size < begin + ref.nbytes:
+                    self._files[number] = _File(path, True, begin + ref.nbytes)
+                places.append((number, begin))
+            else:
+                kind = ptc.tensors[path].dtype, ptc.shard(rank, path).local_shape
+                places.append(self._elsewhere(path, *kind))
+            of.append(kinds.setdefault(kind, len(kinds)))
+        return {
+            "paths": paths,
+            "kinds": list(kinds),
+            "of": np.array(of, np.uint32).tobytes(),
+            "places": np.array(places, np.int64).tobytes(),
+            "files": len(self._files),
+        }
+
+    def _elsewhere(self, path: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
+        header = npy.header_size(shape, dtype)
+        size = npy.file_size(shape, dtype) - header
+        if size < _FILE_BYTES:
+            self._small.append((path, size))
+            return -1, size
+        self._files.append(_File(path, False, header + size))
+        return len(self._files) - 1, header
 
     async def files(self, first: int) -> tuple[list[int], list[int]]:
         """Returns the sizes and descriptors of some files from ``first`` on.
@@ -112,15 +132,13 @@ class Load:
         return [each.size for each in wanted], fds
 
     async def data(self, first: int) -> tuple[bytes, int]:
-        """Returns the bytes of some small tensors from the one of number ``first`` on, and how many."""
-        parts: list[bytes | memoryview] = []
+        """Returns the bytes of small tensors of other nodes, from number ``first`` on, and of how many."""
+        parts: list[bytes] = []
         size = count = 0
         for path, nbytes in self._small[first:]:
             if count and size + nbytes > _DATA_BYTES:
                 break
-            array = self._arrays.array(self._rank, path) if self._arrays is not None else None
-            part = await self._remote(path, nbytes) if array is None else as_bytes(array)
-            parts += [part, bytes(-nbytes % ALIGNMENT)]
+            parts += [await self._remote(path, nbytes), bytes(-nbytes % ALIGNMENT)]
             size += nbytes + -nbytes % ALIGNMENT
             count += 1
         return b"".join(parts), count

@@ -122,7 +122,13 @@ class ClientSession:
         self._saves[name] = rank
         base = rank.attempt.base.head.snapshot.text
         plan = rank.plan
-        return {"save": name, "base": base, "files": len(plan.arrangement.sizes), "places": plan.places}, ()
+        return {
+            "save": name,
+            "base": base,
+            "files": len(plan.arrangement.sizes),
+            "places": plan.places,
+            "ranks": rank.ranks_here,
+        }, ()
 
     def _rank(self, message: Message) -> RankSave:
         found = self._saves.get(field(message, "save", int))
@@ -190,8 +196,7 @@ class ClientSession:
         return {
             "snapshot": view.id.text,
             "document": view.structure(rank),
-            "tensors": load.tensors,
-            "files": load.files_count,
+            **load.tensors,
         }, ()
 
     def _loading(self) -> Load:

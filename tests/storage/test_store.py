@@ -20,7 +20,7 @@ from tenplexfs.errors import (
     PreconditionError,
     StaleError,
 )
-from tenplexfs.storage.ingest import _lay_out
+from tenplexfs.storage.ingest import lay_out
 from tenplexfs.storage.store import Store, Wanted
 
 J = JobName("j")
@@ -349,7 +349,7 @@ def test_many_threads(store):
 @given(st.lists(st.tuples(st.integers(0, 1 << 21), st.booleans()), max_size=12))
 def test_layout_of_files(sizes):
     wanted = [Wanted(((i, "x"),), (n,), "bool" if b else "float64") for i, (n, b) in enumerate(sizes)]
-    files, places = _lay_out(wanted)
+    files, places = lay_out(wanted)
     taken = sorted(
         (file, offset, offset + 128 + n * (1 if b else 8))
         for (file, offset), (n, b) in zip(places, sizes, strict=True)
