@@ -21,7 +21,7 @@ import trio
 from tenplexfs.core.partition import Partition, RankRows
 from tenplexfs.core.snapshot import NodeName
 from tenplexfs.errors import InvalidError, TenplexError, TimedOutError, UnavailableError
-from tenplexfs.runtime.sample_chunks import Chunk, Left, Stream, following
+from tenplexfs.runtime.sample_chunks import Chunk, Held, Left, Pace, Stream, following
 from tenplexfs.runtime.sample_peers import SamplePeers
 from tenplexfs.storage.samples.source import IndexedSamples, SampleFailure, SamplesError
 
@@ -30,8 +30,6 @@ __all__ = ["Counts", "Owners", "Window"]
 log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1 << 20
-_AT_ONCE = 8
-_THREADS = 32
 _PEER_S = 5.0
 _MISSES_MAX = 8
 _MEASURED = 1024
@@ -103,9 +101,11 @@ class Window:
         self._streams: OrderedDict[RankRows, Stream] = OrderedDict()
         self._past: deque[Chunk] = deque()  # read, or of generations before; the oldest first
         self._past_bytes = 0
+        self._held = Held()
+        self._pace = Pace()
         self._owners: deque[Owners] = deque(maxlen=4)
         self._misses: dict[NodeName, int] = {}
-        self._limiter = trio.CapacityLimiter(_THREADS)
+        self._limiter = trio.CapacityLimiter(Pace.MOST)
         sample = np.linspace(0, source.count - 1, min(source.count, _MEASURED)).astype(np.int64)
         self._mean_bytes = max(int(source.sizes(sample).mean()), 1) if source.count else 1
 
@@ -153,15 +153,16 @@ class Window:
                 chunk = self._begin(stream, number)
             if chunk is None:  # out of the window: exactly these
                 low, high = number * stream.chunk_rows, (number + 1) * stream.chunk_rows
-                chunk = self._chunk(rows, max(begin, low), min(end, high))
+                chunk = self._chunk(stream, max(begin, low), min(end, high), is_kept=False)
                 self._nursery.start_soon(self._fill, chunk, stream)
             parts.append(chunk)
-        out, at = np.empty(size, np.uint8), -skip
+        found = []
         for chunk in parts:
             await chunk.ended.wait()
-            at = self._copy(chunk, begin, end, out, at)
+            found.append(self._part(chunk, begin, end))
         self._went_on(stream, begin, end)
-        return out.data
+        data = found[0] if len(found) == 1 else np.concatenate(found)
+        return data[skip : skip + size].data
 
     def _jump(self, stream: Stream, begin: int) -> None:
         """Moves the window when a second read goes on where the first one ended, elsewhere."""
@@ -173,31 +174,29 @@ class Window:
             if (number + 1) * stream.chunk_rows <= begin or number * stream.chunk_rows > begin:
                 self._keep(stream.chunks.pop(number))
 
-    def _copy(self, chunk: Chunk, begin: int, end: int, out: _Bytes, at: int) -> int:
-        """Copies rows [begin, end) as far as they are in ``chunk``; returns where the next ones belong."""
+    def _part(self, chunk: Chunk, begin: int, end: int) -> _Bytes:
+        """Returns rows [begin, end) as far as they are in ``chunk``, which does not change any more."""
         low, high = max(begin, chunk.begin) - chunk.begin, min(end, chunk.end) - chunk.begin
         if chunk.error is not None:
             raise chunk.error
-        bad = next((row for row in range(low, high) if chunk.begin + row in chunk.failed), None)
+        bad = min((row for row in chunk.failed if low <= row - chunk.begin < high), default=None)
         if bad is not None:
-            error = chunk.failed[chunk.begin + bad]
+            error = chunk.failed[bad]
             raise type(error)(error.message, **error.details)
         assert chunk.data is not None  # it ended without an error
-        data = chunk.data[int(chunk.edges[low]) : int(chunk.edges[high])]
-        cut = data[max(-at, 0) :][: len(out) - max(at, 0)]
-        out[max(at, 0) : max(at, 0) + len(cut)] = cut
         chunk.delivered[low:high] = True
-        return at + len(data)
+        return chunk.data[int(chunk.edges[low]) : int(chunk.edges[high])]
 
     def _went_on(self, stream: Stream, begin: int, end: int) -> None:
         """Takes note that rows were read; what is read whole makes room."""
         if abs(begin - stream.position) <= stream.chunk_rows:
             stream.position = max(stream.position, end)
         stream.last_end = end
-        done = [n for n, c in stream.chunks.items() if c.data is not None and c.delivered.all()]
         # The last one may be read again at its edge: pages and samples end at different places.
-        for number in done:
-            if (number + 2) * stream.chunk_rows <= stream.position:
+        behind = [n for n in stream.chunks if (n + 2) * stream.chunk_rows <= stream.position]
+        for number in behind:
+            chunk = stream.chunks[number]
+            if chunk.data is not None and chunk.delivered.all():
                 self._keep(stream.chunks.pop(number))
         stream.wanted.set()
 
@@ -222,7 +221,7 @@ class Window:
             share = self._budget_bytes // 2 // max(len(self._streams), 1)
             number = stream.position // stream.chunk_rows
             running = sum(not chunk.ended.is_set() for chunk in stream.chunks.values())
-            while number < count and running < _AT_ONCE:
+            while number < count and running < self._pace.at_once:
                 if number not in stream.chunks:
                     if stream.ahead_bytes + self._width(stream, number) > share:
                         break
@@ -245,15 +244,15 @@ class Window:
 
     def _begin(self, stream: Stream, number: int) -> Chunk:
         begin = number * stream.chunk_rows
-        chunk = self._chunk(stream.rows, begin, min(begin + stream.chunk_rows, stream.rows.count))
+        chunk = self._chunk(stream, begin, min(begin + stream.chunk_rows, stream.rows.count), is_kept=True)
         stream.chunks[number] = chunk
         self._nursery.start_soon(self._fill, chunk, stream)
         return chunk
 
-    def _chunk(self, rows: RankRows, begin: int, end: int) -> Chunk:
-        ids = rows.span(begin, end)
+    def _chunk(self, stream: Stream, begin: int, end: int, *, is_kept: bool) -> Chunk:
+        ids = stream.rows.span(begin, end)
         edges = np.concatenate([[0], np.cumsum(self._source.sizes(ids))])
-        return Chunk(rows.partition.start.epoch, begin, end, ids, edges)
+        return Chunk(stream.rows, stream.chunk_rows, is_kept, begin, end, ids, edges)
 
     async def _fill(self, chunk: Chunk, stream: Stream) -> None:
         data = np.empty(chunk.nbytes, np.uint8)
@@ -261,6 +260,8 @@ class Window:
             failures = await self._get(chunk, data)
             chunk.failed = {chunk.begin + each.at: each.error for each in failures}
             chunk.data = data
+            if chunk.is_kept:
+                self._held.add(chunk)
         except TenplexError as error:
             chunk.error = error
         finally:
@@ -280,28 +281,16 @@ class Window:
         self._past.append(chunk)
         self._past_bytes += chunk.nbytes
         while self._past_bytes > self._budget_bytes // 2:
-            self._past_bytes -= self._past.popleft().nbytes
+            oldest = self._past.popleft()
+            self._past_bytes -= oldest.nbytes
+            self._held.remove(oldest)
+            oldest.is_kept = False
 
     # Getting bytes.
 
     def held(self, ids: _Ints) -> tuple[_Ints, memoryview]:
         """Returns which of ``ids``, by position, are in the window, and their bytes one after another."""
-        left = np.arange(len(ids), dtype=np.int64)
-        found: dict[int, _Bytes] = {}
-        for chunk in self._chunks():
-            if not left.size:
-                break
-            which, rows = chunk.find(ids[left])
-            for position, row in zip(left[which].tolist(), rows.tolist(), strict=True):
-                assert chunk.data is not None  # `find` looks
-                found[position] = chunk.data[int(chunk.edges[row]) : int(chunk.edges[row + 1])]
-            left = np.delete(left, which)
-        positions = sorted(found)
-        joined = np.concatenate([found[at] for at in positions]) if positions else np.empty(0, np.uint8)
-        return np.array(positions, np.int64), joined.data
-
-    def _chunks(self) -> list[Chunk]:
-        return [*(c for s in self._streams.values() for c in s.chunks.values()), *self._past]
+        return self._held.find(ids)
 
     async def _get(self, chunk: Chunk, out: _Bytes) -> Sequence[SampleFailure]:
         """Fills ``out``; returns the samples that failed, each at its place in the chunk."""
@@ -326,7 +315,10 @@ class Window:
             raise UnavailableError(
                 f"samples {chunk.ids[left.places][:4].tolist()}: none of {where} gives them"
             )
+        is_whole, begin = chunk.is_kept and len(left.places) == len(chunk.ids), trio.current_time()
         came, failures = await trio.to_thread.run_sync(self._read_source, left, limiter=self._limiter)
+        if is_whole:
+            self._pace.took(trio.current_time() - begin)
         self.counts.source += came
         return failures
 
@@ -344,20 +336,25 @@ class Window:
     def _read_source(self, left: Left) -> tuple[int, Sequence[SampleFailure]]:
         places = left.places
         ids, sizes = left.chunk.ids[places], np.diff(left.chunk.edges)[places]
-        data = np.empty(int(sizes.sum()), np.uint8)
+        is_all = len(places) == len(left.chunk.ids)
+        data = left.out if is_all else np.empty(int(sizes.sum()), np.uint8)
         failures: Sequence[SampleFailure] = ()
         try:
             self._source.read_into(ids, data.data)
         except SamplesError as error:
             failures = [replace(each, at=int(places[each.at])) for each in error.failures]
+        if is_all:
+            left.places = left.places[:0]
+            return len(data), failures
         return left.take(places, data.data), failures
 
     def _holders(self, chunk: Chunk, places: _Ints) -> list[tuple[NodeName, _Ints]]:
         """Returns the other nodes that may hold samples, and which, by the partitions: likely ones first."""
         asked: dict[NodeName, list[_Ints]] = {}
         # What a peer had for another epoch it may have still.
+        epoch = chunk.rows.partition.start.epoch
         newest = reversed(self._owners) if places.size else ()
-        for owners in sorted(newest, key=lambda each: each.partition.start.epoch != chunk.epoch):
+        for owners in sorted(newest, key=lambda each: each.partition.start.epoch != epoch):
             ranks, _ = owners.partition.locate(chunk.ids[places])
             for rank in np.unique(ranks[ranks >= 0]).tolist():
                 for node in owners.nodes[rank]:

@@ -14,6 +14,7 @@ from tenplexfs.core.cursor import Cursor, Extent, Tail
 from tenplexfs.core.partition import Partition, RankRows
 from tenplexfs.core.snapshot import NodeName
 from tenplexfs.errors import CorruptError, TimedOutError, UnavailableError
+from tenplexfs.runtime.sample_chunks import Chunk
 from tenplexfs.runtime.streaming import Owners, Window
 from tenplexfs.storage.samples.build import IndexBuilder
 from tenplexfs.storage.samples.objects import Limits, ObjectReader
@@ -111,11 +112,16 @@ async def rows_equal(window: Window, rows: RankRows, begin: int, end: int) -> No
     assert bytes(data) == BODY[rows.span(begin, end)].tobytes()
 
 
+def chunks(window: Window) -> list[Chunk]:
+    ahead = [chunk for stream in window._streams.values() for chunk in stream.chunks.values()]
+    return [*ahead, *window._past]
+
+
 async def settled(window: Window) -> None:
     """Returns once nothing is on its way."""
     with trio.fail_after(10):
         await trio.testing.wait_all_tasks_blocked(0.02)
-        while coming := [chunk for chunk in window._chunks() if not chunk.ended.is_set()]:
+        while coming := [chunk for chunk in chunks(window) if not chunk.ended.is_set()]:
             await coming[0].ended.wait()
             await trio.testing.wait_all_tasks_blocked(0.02)
 
