@@ -26,7 +26,7 @@ class HelloReply(_message.Message):
     def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class StageRequest(_message.Message):
-    __slots__ = ("job", "snapshot", "base_txid", "old_layout_json", "new_layout_json", "settings_json", "coordinator", "drop", "endpoints", "created_ns", "values", "is_save", "source", "lost", "fence")
+    __slots__ = ("job", "snapshot", "base_txid", "old_layout_json", "new_layout_json", "settings_json", "coordinator", "drop", "endpoints", "created_ns", "values", "is_save", "source", "lost", "fence", "head_txid")
     class EndpointsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class StageRequest(_message.Message):
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
+    HEAD_TXID_FIELD_NUMBER: _ClassVar[int]
     job: str
     snapshot: _registry_pb2.Snapshot
     base_txid: str
@@ -64,7 +65,8 @@ class StageRequest(_message.Message):
     source: str
     lost: _containers.RepeatedScalarFieldContainer[str]
     fence: int
-    def __init__(self, job: _Optional[str] = ..., snapshot: _Optional[_Union[_registry_pb2.Snapshot, _Mapping]] = ..., base_txid: _Optional[str] = ..., old_layout_json: _Optional[str] = ..., new_layout_json: _Optional[str] = ..., settings_json: _Optional[str] = ..., coordinator: _Optional[str] = ..., drop: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., created_ns: _Optional[int] = ..., values: _Optional[bytes] = ..., is_save: _Optional[bool] = ..., source: _Optional[str] = ..., lost: _Optional[_Iterable[str]] = ..., fence: _Optional[int] = ...) -> None: ...
+    head_txid: str
+    def __init__(self, job: _Optional[str] = ..., snapshot: _Optional[_Union[_registry_pb2.Snapshot, _Mapping]] = ..., base_txid: _Optional[str] = ..., old_layout_json: _Optional[str] = ..., new_layout_json: _Optional[str] = ..., settings_json: _Optional[str] = ..., coordinator: _Optional[str] = ..., drop: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., created_ns: _Optional[int] = ..., values: _Optional[bytes] = ..., is_save: _Optional[bool] = ..., source: _Optional[str] = ..., lost: _Optional[_Iterable[str]] = ..., fence: _Optional[int] = ..., head_txid: _Optional[str] = ...) -> None: ...
 
 class StageProgress(_message.Message):
     __slots__ = ("bytes_done", "bytes_total")

@@ -194,21 +194,18 @@ class Commitment:
     def __init__(self, expected: Head | None, new: Head | None) -> None:
         self._expected = expected
         self._new = new
-        self._was_silent = False
         self._was_refused = False
 
     def replied(self, reply: Reply) -> Next:
-        """The registry answered, or did not."""
+        """The registry answered, or did not.
+
+        A refusal alone does not tell: it may be of the second of two that arrived, or of one sent again.
+        """
         self._was_refused = reply is Reply.REFUSED
-        if reply is Reply.MOVED:
-            return Next.DONE
-        if reply is Reply.REFUSED and not self._was_silent:
-            return Next.REFUSED
-        self._was_silent = True
-        return Next.READ
+        return Next.DONE if reply is Reply.MOVED else Next.READ
 
     def read(self, current: Head | None) -> Next:
-        """The head was read after a silence."""
+        """The head was read after that."""
         outcome = after_lost_reply(self._expected, self._new, current)
         if outcome is Outcome.COMMITTED:
             return Next.DONE

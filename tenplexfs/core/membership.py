@@ -73,10 +73,11 @@ class Membership:
     in_use: frozenset[TxId] = frozenset()
     fence: int = 0
 
-    def stage(self, snapshot: SnapshotId, base: TxId | None, fence: int) -> Staging:
-        """A coordinator orders a part of ``snapshot``, whose bytes come from ``base``.
+    def stage(self, snapshot: SnapshotId, head: TxId | None, fence: int) -> Staging:
+        """A coordinator orders a part of ``snapshot``, which is to come after ``head``.
 
         It has the lock, or had it: who has it drops what others staged before, whose head can never move now.
+        What is staged may be the head, of which this node has not heard.
 
         Raises:
             ConflictError: It had it: somebody else has given orders since, or its snapshot is past.
@@ -87,7 +88,7 @@ class Membership:
             raise ConflictError(f"{snapshot}: another coordinator has the lock by now")
         if self.shown is not None and is_older(snapshot, self.shown):
             raise ConflictError(f"{snapshot}: comes too late, {self.shown} is shown")
-        keep = {base, snapshot.txid, *self.in_use}
+        keep = {head, snapshot.txid, *self.in_use}
         return Staging(tuple(sorted(t for t, _ in staged if t not in keep)), snapshot.txid in self.stored)
 
     def show(self, head: Head) -> Settlement | None:

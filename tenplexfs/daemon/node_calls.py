@@ -259,4 +259,5 @@ def _stage_request(order: StageOrder) -> peer_pb2.StageRequest:
         source=order.source,
         lost=order.lost,
         fence=order.fence,
+        head_txid=order.head_txid or "",
     )

@@ -224,4 +224,5 @@ def _order(request: peer_pb2.StageRequest) -> StageOrder:
         source=request.source,
         lost=tuple(map(check_node_name, request.lost)),
         fence=request.fence,
+        head_txid=check_txid(request.head_txid) if request.head_txid else None,
     )

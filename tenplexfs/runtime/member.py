@@ -212,7 +212,7 @@ class Member:
     async def _stage(self, order: StageOrder, report: Callable[[int, int], None]) -> None:
         job, snapshot = order.job, order.snapshot
         with self._naming(job):
-            found = self._membership(job).stage(snapshot, order.base_txid, order.fence)
+            found = self._membership(job).stage(snapshot, order.head_txid, order.fence)
         self._fences[job] = max(order.fence, self._fences.get(job, 0))
         for txid in found.drop:
             await trio.to_thread.run_sync(self.store.drop, job, txid)

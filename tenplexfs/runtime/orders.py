@@ -30,6 +30,7 @@ class StageOrder:
         source: The URL of a persisted step, where the bytes come from there and no node has them.
         lost: Nodes that have no bytes of the base any more.
         fence: Token of the lock under which it is given.
+        head_txid: What the job is now; None when it is not there yet.
     """
 
     job: JobName
@@ -47,6 +48,7 @@ class StageOrder:
     source: str = ""
     lost: tuple[NodeName, ...] = ()
     fence: int = 0
+    head_txid: TxId | None = None
 
 
 @dataclass(frozen=True, slots=True)

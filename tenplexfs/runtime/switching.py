@@ -125,9 +125,9 @@ class Switcher:
             SourcesLostError: It may be tried again, planned without them.
             TenplexError: Nothing changed, and nothing of it is left on the nodes that answer.
         """
-        return await _Carrying(self, lock, head, to, self._order(lock, to), report).run()
+        return await _Carrying(self, lock, head, to, self._order(lock, head, to), report).run()
 
-    def _order(self, lock: Lock, to: Switch) -> StageOrder:
+    def _order(self, lock: Lock, head: Head | None, to: Switch) -> StageOrder:
         base = to.base
         return StageOrder(
             job=lock.job,
@@ -145,6 +145,7 @@ class Switcher:
             source=base.source if base is not None else "",
             lost=tuple(sorted(base.lost)) if base is not None else (),
             fence=lock.token,
+            head_txid=head.snapshot.txid if head is not None else None,
         )
 
     async def announce(

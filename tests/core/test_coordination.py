@@ -95,7 +95,10 @@ OTHER = Head(SnapshotId(2, 5, "c"), "digest", ("n0",))
     ("replies", "following"),
     [
         ([Reply.MOVED], Next.DONE),
-        ([Reply.REFUSED], Next.REFUSED),
+        ([Reply.REFUSED], Next.READ),
+        ([Reply.REFUSED, OLD], Next.REFUSED),
+        ([Reply.REFUSED, OTHER], Next.REFUSED),
+        ([Reply.REFUSED, NEW], Next.DONE),
         ([Reply.SILENT, NEW], Next.DONE),
         ([Reply.SILENT, OTHER], Next.REFUSED),
         ([Reply.SILENT, OLD], Next.AGAIN),

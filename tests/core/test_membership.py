@@ -54,7 +54,7 @@ def test_what_is_in_use_is_kept():
 
 def test_who_has_the_lock_drops_what_was_abandoned():
     node = Membership(shown=A, stored=stored(A, x=(SnapshotId(2, 5, "x"), 3), b=(B, 4)))
-    assert node.stage(C, "b", 5) == Staging(("x",), False), "but for its base, of which it has not heard yet"
+    assert node.stage(C, "b", 5) == Staging(("x",), False), "but for the head, of which it has not heard yet"
     assert node.stage(B, "a", 4) == Staging(("x",), True)
 
 

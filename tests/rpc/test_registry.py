@@ -1,4 +1,4 @@
-"""One contract for all registries: the one in this daemon, the one served by another, and etcd."""
+"""One contract for all registries: in this daemon, served by another, in etcd, and in the simulation."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tenplexfs.rpc.etcd_client import Etcd
 from tenplexfs.rpc.etcd_registry import EtcdRegistry
 from tenplexfs.rpc.registry_client import LocalRegistry, RemoteRegistry
 from tenplexfs.storage.registry_sqlite import SqliteRegistry
+from tests.core.simulation.registry import RegistryCore
 from tests.etcd import EtcdServer
 from tests.rpc.fakes import running
 
@@ -72,6 +73,32 @@ class Embedded:
         self.clock.now = 1.0  # the machine was started again
 
 
+class Simulated:
+    """The one that the simulation of the core runs on."""
+
+    def __init__(self):
+        self.clock = Clock()
+        self.core = RegistryCore(self.clock)
+
+    @asynccontextmanager
+    async def open(self):
+        yield LocalRegistry(self.core)
+
+    @asynccontextmanager
+    async def another(self, registry):
+        yield registry
+
+    async def expire(self, job):
+        self.clock.now += 10
+
+    async def expire_node(self, node):
+        self.clock.now += 10
+
+    def restart(self):
+        self.clock.now = 1.0
+        self.core.restart()
+
+
 class InEtcd:
     def __init__(self, server, prefix):
         self.server = server
@@ -107,8 +134,10 @@ def etcd(tmp_path_factory):
         yield server
 
 
-@pytest.fixture(params=["local", "remote", "etcd"])
+@pytest.fixture(params=["local", "remote", "etcd", "simulated"])
 def registries(request, tmp_path):
+    if request.param == "simulated":
+        return Simulated()
     if request.param == "etcd":
         return InEtcd(request.getfixturevalue("etcd"), tmp_path.name)
     return Embedded(request.param, tmp_path)
