@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -14,9 +14,19 @@ from tenplexfs.core.snapshot import NodeName
 __all__ = ["sole_bytes", "survives"]
 
 
-def survives(ptc: PTC) -> int:
-    """Returns how many nodes may be lost, whichever they are, before a region is held by none."""
-    least = min([len(ptc.nodes), *(len(nodes) for _, nodes in _held(ptc))])
+def survives(ptc: PTC, keepers: Mapping[str, Collection[str]] | None = None) -> int:
+    """Returns how many nodes may be lost, whichever they are, before a region is held by none.
+
+    Args:
+        ptc: Who holds what.
+        keepers: Node -> the nodes that have all of its part; left out: each its own.
+    """
+    having = {node: {node} for node in ptc.nodes} if keepers is None else keepers
+
+    def count(nodes: Iterable[str]) -> int:
+        return len({keeper for node in nodes for keeper in having.get(node, ())})
+
+    least = min([count(ptc.nodes), *(count(nodes) for _, nodes in _held(ptc))])
     return max(least - 1, 0)
 
 

@@ -9,6 +9,7 @@ from typing import NewType
 from tenplexfs.errors import InvalidError
 
 __all__ = [
+    "COPIES",
     "Head",
     "JobName",
     "NodeInfo",
@@ -17,12 +18,16 @@ __all__ = [
     "TxId",
     "check_job_name",
     "check_node_name",
+    "copies_of",
     "parse_snapshot",
 ]
 
 JobName = NewType("JobName", str)
 NodeName = NewType("NodeName", str)
 TxId = NewType("TxId", str)
+
+COPIES = "@copies"
+"""Behind the name of a job in a store: what it keeps for other nodes. No job can be called so."""
 
 _SNAPSHOT = re.compile(r"([1-9][0-9]{0,17}):(-|[0-9]{1,18}):([0-9a-f]{16})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
@@ -37,6 +42,11 @@ def check_job_name(text: str) -> JobName:
     if not _NAME.fullmatch(text):
         raise InvalidError(f"job name {text!r}: need [A-Za-z0-9][A-Za-z0-9_.-]{{0,63}}")
     return JobName(text)
+
+
+def copies_of(job: JobName) -> JobName:
+    """Returns under which name a store has the copies of ``job`` that it keeps for other nodes."""
+    return JobName(job + COPIES)
 
 
 def check_node_name(text: str) -> NodeName:

@@ -206,6 +206,7 @@ async def _start(
         compute=compute,
         nodes=nodes,
         client=client,
+        scatter=Scatter,
         datasets=datasets,
         clock_ns=time.time_ns,
     )

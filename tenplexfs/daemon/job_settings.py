@@ -113,6 +113,7 @@ SETTINGS: Mapping[str, Callable[[str, Any], object]] = {
     "memory": _size,
     "parallelizer": _parallelizer,
     "persist": _persist,
+    "replicas": _whole,
     "webhook": _webhook,
 }
 """Name, and what checks a value and returns it as it is kept."""

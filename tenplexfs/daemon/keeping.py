@@ -19,11 +19,14 @@ from tenplexfs.runtime.coordinator import Coordinator, State
 from tenplexfs.runtime.datasets import Datasets
 from tenplexfs.runtime.going_back import PastSteps, Rollback
 from tenplexfs.runtime.jobs import JobTable
+from tenplexfs.runtime.ladder import Ladder
 from tenplexfs.runtime.member import Member
 from tenplexfs.runtime.orders import Description, Report
+from tenplexfs.runtime.past import Shown
 from tenplexfs.runtime.persisting import Persister, Shares
 from tenplexfs.runtime.planning import Target, resolve
 from tenplexfs.runtime.protocols import PeerReader
+from tenplexfs.runtime.replicas import Replicas
 from tenplexfs.runtime.restoring import (
     Found,
     PersistedPeers,
@@ -33,6 +36,7 @@ from tenplexfs.runtime.restoring import (
     state_of,
     take_indexes,
 )
+from tenplexfs.runtime.staging import ScatterFactory
 from tenplexfs.runtime.switching import mute
 from tenplexfs.storage.places import Place, check_url
 
@@ -81,6 +85,7 @@ class Keeping:
         compute: Compute,
         nodes: Nodes,
         client: PeerReader,
+        scatter: ScatterFactory,
         datasets: Datasets,
         clock_ns: Callable[[], int],
     ) -> None:
@@ -101,19 +106,36 @@ class Keeping:
             clock_ns=clock_ns,
         )
         member.persisted = lambda url: PersistedPeers(url, client, compute)
+        coordinator.recovery.beyond = Ladder(nodes, compute, nodes.endpoints)
         member.relieve_also(self.shares.relieve)
+        self._replicas = Replicas(
+            member=member,
+            table=table,
+            calls=nodes,
+            compute=compute,
+            peers=client,
+            scatter=scatter,
+            clock_ns=clock_ns,
+        )
+        member.relieve_also(self._replicas.relieve)
 
     async def run(self) -> None:
         """Keeps, until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._persister.run)
+            nursery.start_soon(self._replicas.run)
             if self._restore_from is not None:
                 nursery.start_soon(self._restore_new, check_url(self._restore_from))
 
     def status(self, job: JobName) -> Mapping[str, object]:
         """Returns what ``status.json`` says of it."""
-        persist = self._persister.status(job)
-        return {} if persist is None else {"persist": persist}
+        said = {"persist": self._persister.status(job), "replicas": self._replicas.status(job)}
+        return {name: each for name, each in said.items() if each is not None}
+
+    def survives(self, job: JobName, shown: Shown) -> int:
+        """Returns how many node losses a job survives at this moment."""
+        found = self._replicas.survives(job)
+        return shown.survives_node_losses if found is None else found
 
     async def roll_back(
         self, asked: Rollback, report: Report, stop: Callable[[Head], Awaitable[None]]

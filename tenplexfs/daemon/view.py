@@ -64,6 +64,10 @@ class Kept(Protocol):
         """Returns what ``status.json`` says of it."""
         ...
 
+    def survives(self, job: JobName, shown: Shown) -> int:
+        """Returns how many node losses a job survives at this moment."""
+        ...
+
 
 class View:
     """Reads the parts of the daemon; changes nothing. Belongs to the trio thread.
@@ -121,7 +125,7 @@ class View:
             nodes={node: control_pb2.RankList(ranks=ranks) for node, ranks in ptc.nodes.items()},
             layout_json=shown.view.layout_json.decode(),
             settings_json=without_requests(shown.settings_json).decode(),
-            survives_node_losses=shown.survives_node_losses,
+            survives_node_losses=self._survives(job, shown),
             message=self._message(job),
         )
 
@@ -140,6 +144,9 @@ class View:
             state=self.state(job),
             message=self._message(job),
         )
+
+    def _survives(self, job: JobName, shown: Shown) -> int:
+        return shown.survives_node_losses if self.keeping is None else self.keeping.survives(job, shown)
 
     def job_names(self) -> list[JobName]:
         """Returns the name of every job, sorted."""
@@ -164,7 +171,7 @@ class View:
             "txid": head.snapshot.txid if head else None,
             "progress": _progress(running.progress) if running else None,
             "members": list(head.nodes) if head else [],
-            "survives_node_losses": shown.survives_node_losses if shown else 0,
+            "survives_node_losses": self._survives(job, shown) if shown else 0,
             **(self.keeping.status(job) if self.keeping is not None else {}),
             "message": self._message(job) or self._away(),
         }

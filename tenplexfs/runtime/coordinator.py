@@ -131,7 +131,7 @@ class Coordinator:
             living=living,
             clock_ns=clock_ns,
         )
-        self._recovery = Recovery(calls=calls, compute=compute, living=living)
+        self.recovery = Recovery(calls=calls, compute=compute, living=living)
         self._compute = compute
         self._endpoints = endpoints
         self._new_txid = new_txid
@@ -193,7 +193,7 @@ class Coordinator:
 
         async def body(lock: Lock, head: Head | None) -> Head:
             head = _existing(job, head)
-            survey = await self._recovery.survey(job, head)
+            survey = await self.recovery.survey(job, head)
             if has_request(survey.known.settings_json, request):
                 return head
             wanted = await self._wanted(change, head, survey.known, lost=survey.lost)
@@ -225,16 +225,18 @@ class Coordinator:
         request: Request,
     ) -> Switch:
         """Returns what moves a job to the layout ``wanted``, without ``lost`` nodes of its head."""
-        base, planned = None, Progress("staging")
+        base, planned, asked = None, Progress("staging"), known
         datasets = await self._planned_datasets(known, head, wanted)
         if head.snapshot.step is not None:
-            found = await self._recovery.base_for(change.job, head, known, wanted, lost, drop=change.drop)
+            found = await self.recovery.base_for(change.job, head, known, wanted, lost, drop=change.drop)
             base, known = found.base, found.known
             planned = Progress("staging", found.message, plan={**found.plan, "dataset": datasets})
         step = known.snapshot.step
 
         async def can_do_without(gone: frozenset[NodeName]) -> bool:
-            return await self._recovery.has_replicas(known, wanted, lost | gone, drop=change.drop)
+            return await self.recovery.has_replicas(
+                change.job, head, asked, wanted, lost | gone, drop=change.drop
+            )
 
         began = await self._begun(known, step, step, wanted)
         values = known.values

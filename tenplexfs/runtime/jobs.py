@@ -11,7 +11,7 @@ from functools import partial
 
 import trio
 
-from tenplexfs.core.snapshot import Head, JobName
+from tenplexfs.core.snapshot import COPIES, Head, JobName
 from tenplexfs.errors import TenplexError, UnavailableError
 from tenplexfs.runtime.member import Member
 from tenplexfs.runtime.orders import Description
@@ -134,19 +134,22 @@ class JobTable:
             self._want(nursery, job, head)
         # Only a removal that the registry tells of frees bytes: a registry that was lost and made anew knows
         # no job, and the stores are then all there is.
-        stored = {stored.job for stored in self._member.store.snapshots()}
+        stored = self._stored()
         for job in sorted((stored | self._heads.keys()) - heads.keys()):
             if job not in self._failures:
                 log.error("job %s: %s", job, _UNKNOWN)
             self._failures[job] = _UNKNOWN
 
     async def _show_last(self) -> None:
-        for job in sorted({stored.job for stored in self._member.store.snapshots()}):
+        for job in sorted(self._stored()):
             try:
                 await self._member.show_last(job)
             except TenplexError as error:
                 self._failures[job] = error.message
                 log.warning("job %s: cannot be shown: %s", job, error)
+
+    def _stored(self) -> set[JobName]:
+        return {each.job for each in self._member.store.snapshots() if COPIES not in each.job}
 
     def _want(self, nursery: trio.Nursery, job: JobName, head: Head | None) -> None:
         if head is None:

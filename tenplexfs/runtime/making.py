@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import trio
 
 from tenplexfs.core.snapshot import JobName, NodeName, TxId
 from tenplexfs.errors import CorruptError, NotFoundError, StaleError, TimedOutError, UnavailableError
+from tenplexfs.runtime.array_sums import AnyOf, parts_of
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.orders import SOURCE, StageOrder
 from tenplexfs.runtime.past import job_memory_bytes
@@ -17,7 +18,7 @@ from tenplexfs.runtime.protocols import ArraySource, PeerReader, Ranges
 from tenplexfs.runtime.snapshot import NoArrays
 from tenplexfs.runtime.staging import Base, ScatterFactory, Staging
 from tenplexfs.runtime.views import Views
-from tenplexfs.storage.store import Store, StoredSnapshot
+from tenplexfs.storage.store import SnapshotArrays, Store
 
 __all__ = ["Maker"]
 
@@ -118,23 +119,25 @@ class Maker:
         if source is not None:
             yield source
             return
-        stored = self._stored(job, txid)
-        if stored is None:
-            raise NotFoundError(f"node {self._node}: stores no snapshot {txid} of job {job}")
-        with self._store.arrays(stored) as arrays:
-            yield arrays
+        with ExitStack() as stack:
+            parts = self._parts(job, txid, stack)
+            if not parts:
+                raise NotFoundError(f"node {self._node}: stores no snapshot {txid} of job {job}")
+            yield AnyOf(parts)
 
     @contextmanager
     def _base(self, job: JobName, txid: TxId) -> Iterator[Base]:
-        stored = self._stored(job, txid)
-        if stored is None:
-            yield Base(job, txid, self._sources.get(txid) or NoArrays(), {})
-            return
-        with self._store.arrays(stored) as arrays:
-            yield Base(job, txid, arrays, stored.arrays)
+        with ExitStack() as stack:
+            parts = self._parts(job, txid, stack)
+            if not parts:
+                yield Base(job, txid, self._sources.get(txid) or NoArrays(), {})
+                return
+            refs = {key: ref for part in reversed(parts) for key, ref in part.stored.arrays.items()}
+            yield Base(job, txid, AnyOf(parts), refs)
 
-    def _stored(self, job: JobName, txid: TxId) -> StoredSnapshot | None:
-        return next((each for each in self._store.snapshots(job) if each.id.txid == txid), None)
+    def _parts(self, job: JobName, txid: TxId, stack: ExitStack) -> tuple[SnapshotArrays, ...]:
+        found = parts_of(self._store, job, txid)
+        return tuple(stack.enter_context(self._store.arrays(each)) for each in found)
 
 
 class _Blaming:
@@ -150,7 +153,7 @@ class _Blaming:
         job: JobName,
         txid: TxId,
         ranges: Sequence[Ranges],
-        write: Callable[[int, bytes], None],
+        write: Callable[[int, bytes | memoryview], None],
         *,
         deadline_s: float,
         patience_s: float | None = None,

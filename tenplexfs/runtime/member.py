@@ -15,10 +15,10 @@ import trio
 
 from tenplexfs.core.membership import Membership, Part
 from tenplexfs.core.ptc import PTC
-from tenplexfs.core.snapshot import Head, JobName, NodeName, TxId
+from tenplexfs.core.snapshot import Head, JobName, NodeName, TxId, copies_of
 from tenplexfs.core.transaction import kept_steps
 from tenplexfs.errors import ConflictError, CorruptError, NotFoundError, PreconditionError, TenplexError
-from tenplexfs.runtime.array_sums import encode_array_sums
+from tenplexfs.runtime.array_sums import encode_array_sums, part_of_copies, parts_of
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.datasets import Datasets
 from tenplexfs.runtime.fetching import Handles
@@ -148,7 +148,7 @@ class Member:
 
     def holds(self, job: JobName, txid: TxId) -> bool:
         """Returns whether this node can send bytes of a snapshot."""
-        return self._maker.serves(txid) or txid in self._stored(job)
+        return self._maker.serves(txid) or bool(parts_of(self.store, job, txid))
 
     def describe(self, job: JobName, txid: TxId | None) -> Description:
         """Returns what is stored here of a snapshot; of the one that is shown when ``txid`` is None.
@@ -172,7 +172,8 @@ class Member:
 
     def inventory(self, job: JobName) -> tuple[StoredPart, ...]:
         """Returns what is stored here of ``job``."""
-        return tuple(StoredPart(each.id, each.committed) for each in self.store.snapshots(job))
+        own = [StoredPart(each.id, each.committed) for each in self.store.snapshots(job)]
+        return (*own, *(part_of_copies(each) for each in self._copies(job).values()))
 
     def sums(self, job: JobName, txid: TxId) -> bytes:
         """Returns the sums of the arrays that are here of a snapshot. For worker threads.
@@ -378,6 +379,8 @@ class Member:
                         self._staging[txid][1].cancel()
                     elif txid not in self._past:
                         await trio.to_thread.run_sync(self.store.drop, job, txid)
+                for txid in self._copies(job):
+                    await trio.to_thread.run_sync(self.store.drop, copies_of(job), txid)
                 await self._past.sweep()
 
     # What happens behind.
@@ -397,6 +400,10 @@ class Member:
 
     def _stored(self, job: JobName) -> dict[TxId, StoredSnapshot]:
         return {stored.id.txid: stored for stored in self.store.snapshots(job)}
+
+    def _copies(self, job: JobName) -> dict[TxId, StoredSnapshot]:
+        """Returns what is kept here for other nodes."""
+        return {each.id.txid: each for each in self.store.snapshots(copies_of(job)) if each.committed}
 
     def _lock(self, job: JobName) -> trio.Lock:
         return self._locks.setdefault(job, trio.Lock())

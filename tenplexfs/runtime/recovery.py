@@ -1,7 +1,7 @@
 """Where the bytes of a job's next snapshot come from, also when nodes that had them are lost.
 
 In this order, always as a whole: from those nodes of the head that still have their part, as far as their
-replicas reach.
+replicas reach; else from what `Beyond` finds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import trio
 
@@ -22,7 +22,7 @@ from tenplexfs.runtime.planning import Resolved, plan_summary
 from tenplexfs.runtime.switching import Base
 from tenplexfs.runtime.tasks import run_all
 
-__all__ = ["Found", "Recovery", "Survey"]
+__all__ = ["Beyond", "Found", "Recovery", "Survey"]
 
 log = logging.getLogger(__name__)
 
@@ -66,12 +66,49 @@ class Found:
     message: str = ""
 
 
+class Beyond(Protocol):
+    """Looks further, when the nodes of a head that are left do not have all of it."""
+
+    async def find(
+        self,
+        job: JobName,
+        head: Head,
+        known: Description,
+        wanted: Resolved,
+        lost: frozenset[NodeName],
+        drop: Sequence[str],
+    ) -> Found:
+        """Returns what the next snapshot is made of instead.
+
+        Raises:
+            UnavailableError: Nothing is left.
+        """
+        ...
+
+    async def has_copies(
+        self,
+        job: JobName,
+        head: Head,
+        known: Description,
+        wanted: Resolved,
+        lost: frozenset[NodeName],
+        drop: Sequence[str],
+    ) -> bool:
+        """Returns whether copies on other nodes have what is missing."""
+        ...
+
+
 class Recovery:
     """Looks for the bytes of jobs.
 
     Args:
         living: The nodes that the registry says are alive; none while it has said nothing.
+
+    Attributes:
+        beyond: Looks further; set once it is made.
     """
+
+    beyond: Beyond | None = None
 
     def __init__(
         self, *, calls: NodeCalls, compute: Compute, living: Callable[[], Collection[NodeName]]
@@ -131,7 +168,14 @@ class Recovery:
             UnavailableError: Something that is wanted is nowhere any more; names it.
         """
         gone = lost & {*head.nodes}
-        plan = await self._plan(known, wanted, gone, drop)
+        try:
+            plan = await self._plan(known, wanted, gone, drop)
+        except UnavailableError:
+            if self.beyond is None:
+                raise
+            found = await self.beyond.find(job, head, known, wanted, gone, drop)
+            log.warning("job %s: %s", job, found.message)
+            return found
         senders = frozenset(map(NodeName, plan["matrix"]))
         base = Base(head.snapshot.txid, known.layout_json, lost=gone, senders=senders)
         if not gone:
@@ -141,13 +185,22 @@ class Recovery:
         return Found(base, known, plan, f"without {names}: from replicas")
 
     async def has_replicas(
-        self, known: Description, wanted: Resolved, lost: frozenset[NodeName], *, drop: Sequence[str] = ()
+        self,
+        job: JobName,
+        head: Head,
+        known: Description,
+        wanted: Resolved,
+        lost: frozenset[NodeName],
+        *,
+        drop: Sequence[str] = (),
     ) -> bool:
-        """Returns whether the nodes that are not ``lost`` have all that is wanted."""
+        """Returns whether the nodes that are not ``lost`` have all that is wanted, copies counted."""
         try:
             await self._plan(known, wanted, lost, drop)
         except UnavailableError:
-            return False
+            if self.beyond is None:
+                return False
+            return await self.beyond.has_copies(job, head, known, wanted, lost, drop)
         return True
 
     async def _plan(

@@ -6,6 +6,7 @@ is tried again; what fails for good says which place it is. Everything here bloc
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import time
@@ -69,7 +70,8 @@ class Place:
         self.url = check_url(url)
         self._local = None if "://" in self.url else Path(self.url)
         retries: Any = {"max_retries": 2, "retry_timeout": timedelta(seconds=_REQUEST_S)}
-        client: Any = {"timeout": timedelta(seconds=_REQUEST_S)}
+        allow_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("true", "1")
+        client: Any = {"timeout": timedelta(seconds=_REQUEST_S), "allow_http": allow_http}
         try:
             if self._local is not None:
                 # of the root: a directory that is not there yet is made when something is written

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from tenplexfs.core.region import Region
-from tenplexfs.core.snapshot import JobName, SnapshotId
+from tenplexfs.core.snapshot import COPIES, JobName, SnapshotId
 from tenplexfs.errors import (
     CorruptError,
     ExistsError,
@@ -203,7 +203,7 @@ class Store:
         held = frozenset(held)
         while True:
             with self._lock:
-                names = held.union(*(e.files for e in self._entries.values() if e.stored.job == job))
+                names = held.union(*self._files_of(job))
             used = self._files.bytes_of(names)
             if used + needed_bytes <= limit_bytes:
                 return
@@ -216,6 +216,25 @@ class Store:
                     used_bytes=used,
                     limit_bytes=limit_bytes,
                 )
+
+    def room_bytes(self, job: JobName, limit_bytes: int | None) -> int:
+        """Returns what ``job`` can take without anything being freed.
+
+        Args:
+            job: Name of the job.
+            limit_bytes: What all its snapshots and copies may take together.
+        """
+        room = self.limit_bytes - self.used_bytes
+        if limit_bytes is not None:
+            with self._lock:
+                names = frozenset[str]().union(*self._files_of(job))
+            room = min(room, limit_bytes - self._files.bytes_of(names))
+        return room
+
+    def _files_of(self, job: str) -> list[frozenset[str]]:
+        """Returns the files of each snapshot of a job, and of each set of copies that is kept for it."""
+        wanted = job.partition(COPIES)[0]
+        return [e.files for e in self._entries.values() if e.stored.job.partition(COPIES)[0] == wanted]
 
     def relieve_by(self, pressure: Pressure) -> None:
         """Has ``pressure`` asked when there is no room."""

@@ -314,6 +314,10 @@ class Calls:
         await trio.lowlevel.checkpoint()
         return self._node(node, "inventory").member.inventory(job)
 
+    async def sums(self, node: NodeName, job: JobName, txid: TxId) -> bytes:
+        await trio.lowlevel.checkpoint()
+        return self._node(node, "sums").member.sums(job, txid)
+
     def _node(self, name: NodeName, call: str) -> Node:
         if (name, call) in self.broken or name not in self.nodes:
             raise UnavailableError(f"node {name}: does not answer")

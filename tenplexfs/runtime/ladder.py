@@ -1,0 +1,220 @@
+"""What is left when lost nodes had the only bytes of a head.
+
+Copies on other nodes, an older step that is whole, or the last persisted one: always one step, with its
+cursors, as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import trio
+
+from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId
+from tenplexfs.errors import TenplexError, UnavailableError
+from tenplexfs.formats.dataset_settings import datasets_back
+from tenplexfs.formats.keep_settings import persist_of
+from tenplexfs.formats.lineage import branch_off, is_past_of, with_past_of
+from tenplexfs.runtime.compute import Compute
+from tenplexfs.runtime.going_back import InventoryCalls, take_stock
+from tenplexfs.runtime.orders import Description, StoredPart
+from tenplexfs.runtime.planning import Resolved, expand, plan_summary
+from tenplexfs.runtime.recovery import Found
+from tenplexfs.runtime.replicas import having_of, layout_with
+from tenplexfs.runtime.restoring import own_steps, settings_with, state_of
+from tenplexfs.runtime.snapshot import rank_nodes
+from tenplexfs.runtime.switching import Base
+
+__all__ = ["Ladder"]
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """What somebody asked for, and what is left of it."""
+
+    job: JobName
+    head: Head
+    known: Description
+    wanted: Resolved
+    lost: frozenset[NodeName]
+    drop: tuple[str, ...]
+
+
+class Ladder:
+    """Implements `runtime.recovery.Beyond`.
+
+    Args:
+        endpoints: The nodes that are known now.
+    """
+
+    def __init__(
+        self, calls: InventoryCalls, compute: Compute, endpoints: Callable[[], Iterable[NodeName]]
+    ) -> None:
+        self._calls = calls
+        self._compute = compute
+        self._endpoints = endpoints
+
+    async def find(
+        self,
+        job: JobName,
+        head: Head,
+        known: Description,
+        wanted: Resolved,
+        lost: frozenset[NodeName],
+        drop: Sequence[str],
+    ) -> Found:
+        """Returns the newest step that is whole somewhere, for a layout that the replicas of ``head`` lack.
+
+        Raises:
+            UnavailableError: There is none.
+        """
+        wish = _Wish(job, head, known, wanted, lost, tuple(drop))
+        stock = await take_stock(self._calls, self._endpoints(), job)
+        stock = {node: parts for node, parts in stock.items() if node not in lost}
+        found = await self._in_copies(wish, stock, known)
+        if found is not None:
+            return found
+        kept = await self._in_older_copies(wish, stock)
+        persisted, failure = await self._persisted(wish)
+        if persisted is not None and (kept is None or _step(persisted) > _step(kept)):
+            return persisted
+        if failure is not None:
+            raise UnavailableError(
+                f"job {job}: {head.snapshot}: without {_named(lost)} it is not whole, and persisted steps "
+                f"cannot be read: {failure.message}"
+            )
+        if kept is not None:
+            return kept
+        where = "no step is persisted" if persist_of(known.settings_json) else "it is not persisted"
+        raise UnavailableError(
+            f"job {job}: {head.snapshot}: without {_named(lost)} no replicas and no copies have all of it, "
+            f"no older step is whole, and {where}"
+        )
+
+    async def has_copies(
+        self,
+        job: JobName,
+        head: Head,
+        known: Description,
+        wanted: Resolved,
+        lost: frozenset[NodeName],
+        drop: Sequence[str],
+    ) -> bool:
+        """Returns whether copies have what the replicas of ``head`` lack."""
+        stock = await take_stock(self._calls, self._endpoints(), job)
+        stock = {node: parts for node, parts in stock.items() if node not in lost}
+        wish = _Wish(job, head, known, wanted, lost, tuple(drop))
+        return await self._in_copies(wish, stock, known) is not None
+
+    async def _in_copies(
+        self, wish: _Wish, stock: Mapping[NodeName, Sequence[StoredPart]], then: Description
+    ) -> Found | None:
+        """Returns ``then``, a snapshot of the job, from its nodes and copies, where they suffice."""
+        expanded = await self._compute(expand, then.layout_json)
+        having = having_of(then.snapshot, stock)
+        missing = sorted(
+            node for node in set(rank_nodes(expanded.ptc).values()) if node not in having.get(node, ())
+        )
+        layout, keepers = then.layout_json, {}
+        for node in missing:
+            keeper = min((each for each in having if node in having[each]), default=None)
+            if keeper is not None:
+                keepers[node] = keeper
+                layout = await self._compute(layout_with, layout, keeper, (node,))
+        lost = frozenset(missing) - keepers.keys()
+        try:
+            plan = await self._plan(wish, layout, then.values, lost)
+        except UnavailableError:
+            return None
+        base = Base(
+            then.snapshot.txid,
+            layout,
+            lost=wish.lost,
+            senders=frozenset(map(NodeName, plan["matrix"])),
+        )
+        from_copies = f"copies on {', '.join(sorted(set(keepers.values())))}" if keepers else "its nodes"
+        return Found(base, then, plan, f"without {_named(wish.lost)}: from {from_copies}")
+
+    async def _in_older_copies(
+        self, wish: _Wish, stock: Mapping[NodeName, Sequence[StoredPart]]
+    ) -> Found | None:
+        now = wish.head.snapshot
+        older = {
+            part.snapshot: node
+            for node, parts in stock.items()
+            for part in parts
+            if part.committed and not part.copies_of and _is_before(part.snapshot, now, wish.known)
+        }
+        for snapshot in sorted(older, key=lambda each: (each.step or 0, each.generation), reverse=True):
+            try:
+                then = await self._calls.describe(older[snapshot], wish.job, snapshot.txid)
+            except TenplexError:
+                continue
+            found = await self._in_copies(wish, stock, then)
+            if found is not None:
+                settings = with_past_of(
+                    datasets_back(wish.known.settings_json, then.settings_json), then.settings_json
+                )
+                message = f"{found.message}, back at step {snapshot.step}"
+                return replace(found, known=self._branched(wish, then, settings), message=message)
+        return None
+
+    async def _persisted(self, wish: _Wish) -> tuple[Found | None, TenplexError | None]:
+        """Returns the newest persisted step of the job's past, or why it is not known."""
+        settings = wish.known.settings_json
+        try:
+            steps = await trio.to_thread.run_sync(own_steps, persist_of(settings), wish.job, settings)
+            last = wish.head.snapshot.step or 0
+            past = [
+                each
+                for step, each in steps.items()
+                if step <= last and is_past_of(settings, each.snapshot.generation, step)
+            ]
+            if not past:
+                return None, None
+            step = max(past, key=lambda each: each.snapshot.step or 0)
+            state, opened = await state_of(step, self._compute)
+        except TenplexError as error:
+            return None, error
+        plan = await self._plan(wish, state.layout_json, state.values, frozenset())
+        then = Description(
+            step.snapshot, state.layout_json, settings, opened.manifest.created_ns, True, state.values
+        )
+        base = Base(state.txid, state.layout_json, source=state.source, lost=wish.lost)
+        message = f"without {_named(wish.lost)}: back at step {state.step}, persisted at {step.place.url}"
+        known = self._branched(wish, then, settings_with(settings, opened, is_own=True))
+        return Found(base, known, plan, message), None
+
+    def _branched(self, wish: _Wish, then: Description, settings_json: bytes) -> Description:
+        """Returns ``then`` with the settings that the job has after it went back to it."""
+        since = wish.head.snapshot.generation + 1
+        settings = branch_off(settings_json, since, then.snapshot.generation, then.snapshot.step)
+        return replace(then, settings_json=settings)
+
+    async def _plan(
+        self, wish: _Wish, layout_json: bytes, values: bytes, lost: frozenset[NodeName]
+    ) -> dict[str, Any]:
+        return await self._compute(
+            plan_summary,
+            layout_json,
+            wish.wanted.layout_json,
+            wish.drop,
+            lost=tuple(sorted(lost)),
+            values=values,
+        )
+
+
+def _is_before(snapshot: SnapshotId, now: SnapshotId, known: Description) -> bool:
+    if snapshot.step is None or now.step is None or snapshot.step >= now.step:
+        return False
+    return is_past_of(known.settings_json, snapshot.generation, snapshot.step)
+
+
+def _step(found: Found) -> int:
+    return found.known.snapshot.step or 0
+
+
+def _named(nodes: Iterable[NodeName]) -> str:
+    return ", ".join(sorted(nodes))

@@ -1,0 +1,384 @@
+"""Copies of other nodes' state, so that a node may be lost that nobody replicates.
+
+With ``replicas: n`` each node keeps the state of the n nodes before it, in the order of the job's node names
+and round, at the newest committed step. A set is brought up behind the back of training, by a plan of the
+layout in which those ranks are here too: what this node holds already is shared, and so is what is as it was
+in the last set. That goes when every node has its new one, so that some step is always whole.
+
+Belongs to the trio thread.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import trio
+
+from tenplexfs.core.build import build_ptc
+from tenplexfs.core.copies import survives
+from tenplexfs.core.node_part import Target
+from tenplexfs.core.snapshot import JobName, NodeName, SnapshotId, TxId, copies_of
+from tenplexfs.errors import CorruptError, NoRoomError, NotFoundError, TenplexError
+from tenplexfs.formats import npy
+from tenplexfs.formats.keep_settings import replicas_of
+from tenplexfs.formats.layout_json import layout_text, parse_layout
+from tenplexfs.runtime.array_sums import decode_array_sums, owners_in
+from tenplexfs.runtime.compute import Compute
+from tenplexfs.runtime.going_back import InventoryCalls, take_stock
+from tenplexfs.runtime.jobs import JobTable
+from tenplexfs.runtime.member import Member
+from tenplexfs.runtime.orders import StoredPart
+from tenplexfs.runtime.past import Shown, job_memory_bytes
+from tenplexfs.runtime.planning import StagePart, stage_part
+from tenplexfs.runtime.protocols import PeerReader
+from tenplexfs.runtime.staging import Base, ScatterFactory, Staging
+from tenplexfs.storage.store import ArrayRef, Key, StoredSnapshot
+from tenplexfs.storage.sums import piece_boxes
+
+__all__ = ["ReplicaCalls", "Replicas", "layout_with", "owners_of"]
+
+log = logging.getLogger(__name__)
+
+_SETTLING_S = 0.5
+_SETTLED_S = 10.0
+
+
+class ReplicaCalls(InventoryCalls, Protocol):
+    """What is asked of other nodes."""
+
+    async def sums(self, node: NodeName, job: JobName, txid: TxId) -> bytes:
+        """Returns the sums of the arrays that the node stores of a snapshot."""
+        ...
+
+
+def owners_of(nodes: Sequence[NodeName], node: NodeName, count: int) -> tuple[NodeName, ...]:
+    """Returns the nodes whose state ``node`` keeps: the ``count`` before it, round.
+
+    >>> owners_of(["a", "b", "c"], "a", 1), owners_of(["a", "b", "c"], "b", 5)
+    (('c',), ('a', 'c'))
+    """
+    if node not in nodes:
+        return ()
+    at = nodes.index(node)
+    return tuple(nodes[at - turn] for turn in range(1, min(count, len(nodes) - 1) + 1))
+
+
+def layout_with(layout_json: bytes, node: NodeName, owners: Collection[NodeName]) -> bytes:
+    """Returns the layout in which ``node`` has the ranks of ``owners`` too. For the process of `compute`."""
+    layout = parse_layout(layout_json)
+    ranks = dict(layout.nodes)
+    own = tuple(sorted(rank for each in (node, *owners) for rank in ranks.get(each, ())))
+    moved = tuple((each, own if each == node else held) for each, held in layout.nodes if each not in owners)
+    return layout_text(replace(layout, nodes=moved))
+
+
+@dataclass(frozen=True)
+class _Copying:
+    """What a node does to have copies.
+
+    Attributes:
+        owner_of: Of each rank whose arrays are copied, the node.
+    """
+
+    layout_json: bytes
+    part: StagePart
+    owner_of: Mapping[int, NodeName]
+
+
+def copying(layout_json: bytes, node: NodeName, owners: tuple[NodeName, ...]) -> _Copying:
+    """Returns how ``node`` comes to have what ``owners`` have. For the process of `compute`."""
+    together = layout_with(layout_json, node, owners)
+    ptc = build_ptc(parse_layout(layout_json))
+    owner_of = {rank: owner for owner in owners for rank in ptc.nodes[owner]}
+    return _Copying(together, stage_part(layout_json, together, (), (), node), owner_of)
+
+
+def survives_with(layout_json: bytes, keepers: Mapping[NodeName, Collection[NodeName]]) -> int:
+    """Returns how many nodes may be lost; see `core.copies.survives`. For the process of `compute`."""
+    having = {str(node): each for node, each in keepers.items()}
+    return survives(build_ptc(parse_layout(layout_json)), having)
+
+
+@dataclass
+class _State:
+    running: trio.CancelScope | None = None
+    ended: trio.Event | None = None
+    failure: str | None = None
+    survives: tuple[TxId, int] | None = None
+    is_settled: bool = False
+    next_s: float = 0.0
+
+
+class Replicas:
+    """The copies that this node keeps."""
+
+    def __init__(
+        self,
+        *,
+        member: Member,
+        table: JobTable,
+        calls: ReplicaCalls,
+        compute: Compute,
+        peers: PeerReader,
+        scatter: ScatterFactory,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        self._member = member
+        self._store = member.store
+        self._table = table
+        self._calls = calls
+        self._compute = compute
+        self._peers = peers
+        self._scatter = scatter
+        self._clock_ns = clock_ns
+        self._states: dict[JobName, _State] = {}
+
+    # What others ask about.
+
+    def survives(self, job: JobName) -> int | None:
+        """Returns how many node losses the newest snapshot survives now, or None where nothing is copied."""
+        shown, state = self._member.shown().get(job), self._states.get(job)
+        if shown is None or state is None or not replicas_of(shown.settings_json):
+            return None
+        known = state.survives
+        if known is None or known[0] != shown.head.snapshot.txid:  # nothing is complete yet
+            return shown.survives_node_losses
+        return known[1]
+
+    def status(self, job: JobName) -> Mapping[str, object] | None:
+        """Returns what ``status.json`` says, or None where nothing is copied."""
+        shown = self._member.shown().get(job)
+        count = replicas_of(shown.settings_json) if shown is not None else 0
+        if shown is None or not count:
+            return None
+        state = self._states.get(job, _State())
+        owners = owners_of(shown.head.nodes, self._member.node, count)
+        steps = [each.id.step for each in self._sets(job)]
+        return {
+            "wanted": count,
+            "of": list(owners),
+            "step": steps[-1] if steps else None,
+            "is_complete": not owners or self._has(job, shown.head.snapshot.txid, owners),
+            "failure": state.failure,
+        }
+
+    # What happens behind.
+
+    async def run(self) -> None:
+        """Brings up what is missing, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            while True:
+                changed = self._table.changed
+                wait_s = _SETTLED_S
+                for job, shown in list(self._member.shown().items()):
+                    if not replicas_of(shown.settings_json) or shown.head.snapshot.step is None:
+                        continue
+                    state = self._states.setdefault(job, _State())
+                    if state.running is None and trio.current_time() >= state.next_s:
+                        state.running, state.ended = trio.CancelScope(), trio.Event()
+                        nursery.start_soon(self._look, job, shown, state)
+                    if not state.is_settled:
+                        wait_s = _SETTLING_S
+                for job in self._copied_jobs() - self._member.shown().keys():
+                    self._states.pop(job, None)
+                    if job not in self._table.jobs():  # it was removed
+                        await self._drop_all(job, self._sets(job))
+                with trio.move_on_after(wait_s):
+                    await changed.wait()
+
+    async def _look(self, job: JobName, shown: Shown, state: _State) -> None:
+        assert state.running is not None and state.ended is not None
+        try:
+            with state.running:
+                state.is_settled = await self._settle(job, shown, state)
+                state.failure = None
+        except TenplexError as error:
+            if state.failure != error.message:
+                log.warning("job %s: copies of %s: %s", job, shown.head.snapshot, error)
+            state.failure, state.is_settled = error.message, False
+        finally:
+            state.ended.set()
+            state.running = state.ended = None
+            state.next_s = trio.current_time() + (0.0 if state.is_settled else _SETTLING_S)
+
+    async def _settle(self, job: JobName, shown: Shown, state: _State) -> bool:
+        """Does what there is to do; returns whether every node of the job has its set."""
+        snapshot, nodes = shown.head.snapshot, shown.head.nodes
+        count = replicas_of(shown.settings_json)
+        # What is whole nowhere any more is of no use but for what did not change since then.
+        await self._drop_all(job, self._useless(job)[:-1])
+        owners = owners_of(nodes, self._member.node, count)
+        failure: TenplexError | None = None
+        if shown.stored and owners and not self._has(job, snapshot.txid, owners):
+            try:
+                await self._bring_up(job, snapshot, owners)
+            except TenplexError as error:
+                failure = error
+            else:
+                await self._drop_all(job, self._useless(job))
+        stock = await take_stock(self._calls, nodes, job)
+        having = having_of(snapshot, stock)
+        keepers = {node: frozenset(each for each in having if node in having[each]) for node in nodes}
+        number = await self._compute(survives_with, shown.view.layout_json, keepers)
+        if state.survives != (snapshot.txid, number):
+            state.survives = snapshot.txid, number
+            self._table.touch()
+        if failure is not None:
+            raise failure
+        wanted = {node: owners_of(nodes, node, count) for node in nodes}
+        if any(not having.get(node, frozenset()) >= {*wanted[node]} for node in nodes):
+            return False
+        await self._drop_all(job, [each for each in self._sets(job) if each.id != snapshot])
+        return True
+
+    async def _bring_up(self, job: JobName, snapshot: SnapshotId, owners: tuple[NodeName, ...]) -> None:
+        mine = {each.id.txid: each for each in self._store.snapshots(job)}.get(snapshot.txid)
+        if mine is None:
+            raise NotFoundError(f"{snapshot} is not here any more")
+        made = await self._compute(copying, mine.layout_json, self._member.node, owners)
+        sums: dict[Key, tuple[int, ...]] = {}
+        for owner in owners:
+            sums.update(decode_array_sums(await self._calls.sums(owner, job, snapshot.txid)))
+        with ExitStack() as stack:
+            arrays = stack.enter_context(self._store.arrays(mine))
+            refs = dict(mine.arrays)
+            for before in self._sets(job)[-1:]:
+                stack.enter_context(self._store.arrays(before))  # so that its files stay
+                refs |= _unchanged(before, made, sums)
+            part = replace(made.part, part=replace(made.part.part, targets=_shared(made, refs)))
+            self._check_room(job, part, refs, mine.settings_json)
+            ingest = self._store.ingest(
+                copies_of(job),
+                snapshot,
+                made.layout_json,
+                self._clock_ns(),
+                settings_json=json.dumps({"copies_of": owners}).encode(),
+            )
+            base = Base(job, snapshot.txid, arrays, refs)
+            try:
+                staging = Staging(ingest, part, base, self._peers, self._scatter, _mute, txid=snapshot.txid)
+                await staging.run()
+            finally:
+                with trio.CancelScope(shield=True):
+                    await trio.to_thread.run_sync(ingest.drop)
+        _check_sums(self._sets(job, committed=False)[-1], made, sums)
+        await trio.to_thread.run_sync(self._store.commit, copies_of(job), snapshot.txid)
+        log.info("job %s: has copies of %s at %s", job, ", ".join(owners), snapshot)
+
+    def _check_room(
+        self, job: JobName, part: StagePart, refs: Mapping[Key, ArrayRef], settings_json: bytes
+    ) -> None:
+        """Refuses what would have something else freed: copies come last."""
+        fresh = [each for each in part.part.targets if each.kept_from is None or each.kept_from not in refs]
+        needed = sum(npy.file_size(each.shard.local_shape, each.dtype) for each in fresh)
+        room = self._store.room_bytes(job, job_memory_bytes(settings_json))
+        if needed > room:
+            raise NoRoomError(
+                f"{needed} bytes needed on node {self._member.node}, {room} are free: "
+                f"raise the memory, or do with fewer replicas",
+                needed_bytes=needed,
+                free_bytes=room,
+            )
+
+    async def relieve(self) -> bool:
+        """Frees one set of copies, the oldest first, and returns whether there was one. Saves go first."""
+        for job, state in list(self._states.items()):
+            if state.running is not None and state.ended is not None and self._is_copying(job):
+                ended = state.ended
+                state.running.cancel()
+                await ended.wait()
+                return True
+            for each in self._sets(job)[:1]:
+                state.failure, state.is_settled = "given up: a save needed the room", False
+                await self._drop_all(job, [each])
+                return True
+        return False
+
+    def _is_copying(self, job: JobName) -> bool:
+        return any(not each.committed for each in self._store.snapshots(copies_of(job)))
+
+    def _copied_jobs(self) -> set[JobName]:
+        names = {each.job for each in self._store.snapshots() if each.job == copies_of(_plain(each.job))}
+        return {*self._states, *map(_plain, names)}
+
+    def _sets(self, job: JobName, *, committed: bool = True) -> list[StoredSnapshot]:
+        """Returns the sets that are here, the oldest first."""
+        return [each for each in self._store.snapshots(copies_of(job)) if each.committed or not committed]
+
+    def _useless(self, job: JobName) -> list[StoredSnapshot]:
+        """Returns the sets of snapshots of which this node has no part any more."""
+        own = {each.id.txid for each in self._store.snapshots(job)}
+        return [each for each in self._sets(job) if each.id.txid not in own]
+
+    def _has(self, job: JobName, txid: TxId, owners: Collection[NodeName]) -> bool:
+        return any(each.id.txid == txid and {*owners_in(each)} >= {*owners} for each in self._sets(job))
+
+    async def _drop_all(self, job: JobName, sets: Sequence[StoredSnapshot]) -> None:
+        for each in sets:
+            await trio.to_thread.run_sync(self._store.drop, each.job, each.id.txid)
+        if sets:
+            self._table.touch()
+
+
+def having_of(
+    snapshot: SnapshotId, stock: Mapping[NodeName, Sequence[StoredPart]]
+) -> dict[NodeName, frozenset[NodeName]]:
+    """Returns, of each node that answered, the nodes whose parts of ``snapshot`` it has, its own too."""
+    having: dict[NodeName, frozenset[NodeName]] = {}
+    for node, parts in stock.items():
+        of = [part.copies_of or (node,) for part in parts if part.snapshot == snapshot and part.committed]
+        having[node] = frozenset(each for names in of for each in names)
+    return having
+
+
+def _plain(name: str) -> JobName:
+    return JobName(name.partition("@")[0])
+
+
+def _unchanged(
+    before: StoredSnapshot, made: _Copying, sums: Mapping[Key, tuple[int, ...]]
+) -> dict[Key, ArrayRef]:
+    """Returns the arrays of an earlier set that are what they should be now, by their sums."""
+    found: dict[Key, ArrayRef] = {}
+    for target in made.part.part.targets:
+        boxes = piece_boxes(target.shard)
+        for key in target.keys:
+            ref = before.arrays.get(key)
+            if key[0] not in made.owner_of or ref is None or sums.get(key) != ref.sums:
+                continue
+            if (ref.shape, ref.dtype, ref.boxes) == (target.shard.local_shape, target.dtype, boxes):
+                found[key] = ref
+    return found
+
+
+def _shared(made: _Copying, refs: Mapping[Key, ArrayRef]) -> tuple[Target, ...]:
+    """Returns the targets; those that ``refs`` has are taken as they are, unless another copies from them."""
+    targets = made.part.part.targets
+    copied_from = {copies.target for target in targets for copies in target.copies}
+    result = []
+    for index, target in enumerate(targets):
+        key = next((key for key in target.keys if key in refs), None)
+        if target.kept_from is None and key is not None and index not in copied_from:
+            result.append(replace(target, kept_from=key, moves=(), copies=()))
+        else:
+            result.append(target)
+    return tuple(result)
+
+
+def _check_sums(stored: StoredSnapshot, made: _Copying, sums: Mapping[Key, tuple[int, ...]]) -> None:
+    """Refuses copies that are not what their owners have."""
+    for key, ref in stored.arrays.items():
+        if key[0] in made.owner_of and sums.get(key) != ref.sums:
+            rank, path = key
+            raise CorruptError(
+                f"copy of {path} of rank {rank}: sums {ref.sums}, its owner has {sums.get(key)}"
+            )
+
+
+def _mute(done: int, total: int) -> None:
+    """Nobody watches."""

@@ -1,0 +1,167 @@
+"""Copies on other nodes, and what is left when nodes are lost: real stores, one process, numpy's tensors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import trio
+
+from tenplexfs.core.snapshot import NodeName
+from tenplexfs.errors import UnavailableError
+from tenplexfs.rpc.ranges import Scatter
+from tenplexfs.runtime.coordinator import Change
+from tenplexfs.runtime.ladder import Ladder
+from tenplexfs.runtime.planning import Target
+from tenplexfs.runtime.replicas import Replicas, owners_of
+from tests.runtime.cluster import JOB, Cluster, inline, layout_json
+from tests.runtime.test_past import save, states
+
+SPREAD = {"node0": [0], "node1": [1], "node2": [2], "node3": [3]}
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    made = Cluster(tmp_path, 4)
+    yield made
+    made.close()
+
+
+async def start(cluster: Cluster, **settings: object) -> list[Replicas]:
+    await cluster.nodes[0].coordinator.create(
+        JOB, layout_json(nodes=SPREAD), json.dumps(settings, sort_keys=True).encode()
+    )
+    kept = []
+    for node in cluster.nodes:
+        node.coordinator.recovery.beyond = Ladder(cluster.calls, inline, lambda: list(cluster.calls.nodes))
+        keeper = Replicas(
+            member=node.member,
+            table=node.table,
+            calls=cluster.calls,
+            compute=inline,
+            peers=cluster.peers,
+            scatter=Scatter,
+            clock_ns=lambda: 7,
+        )
+        node.member.relieve_also(keeper.relieve)
+        kept.append(keeper)
+    return kept
+
+
+async def settle(cluster: Cluster, kept: Sequence[Replicas], losses: int) -> None:
+    """Lets the nodes work until each says that the job survives so many losses."""
+    async with trio.open_nursery() as nursery:
+        for keeper in kept:
+            nursery.start_soon(keeper.run)
+        with trio.fail_after(20):
+            for node, keeper in zip(cluster.nodes, kept, strict=True):
+                while True:
+                    changed = node.table.changed
+                    said = keeper.status(JOB)
+                    if keeper.survives(JOB) == losses and said is not None and said["is_complete"]:
+                        break
+                    await changed.wait()
+        nursery.cancel_scope.cancel()
+
+
+@contextmanager
+def as_steps(cluster: Cluster) -> Iterator[None]:
+    """Has what is imported count as the next step of the job, as if it was saved."""
+    coordinator = cluster.nodes[0].coordinator
+    plain = coordinator.replace_state
+
+    async def replace_state(job, request, load, report, **how):
+        async def load_step(known):
+            return replace(await load(known), settings_json=known.settings_json, past=known.snapshot)
+
+        return await plain(job, request, load_step, report, **how)
+
+    coordinator.replace_state = replace_state
+    yield
+    del coordinator.replace_state
+
+
+def lose(cluster: Cluster, *numbers: int) -> None:
+    """Nodes that do not answer any more, and have nothing."""
+    for number in numbers:
+        name = NodeName(f"node{number}")
+        del cluster.calls.nodes[name], cluster.peers.open_arrays[name]
+        shutil.rmtree(cluster.path / name)
+
+
+async def go_on(cluster: Cluster, left: Sequence[int], by: int) -> str:
+    said = []
+    nodes = {NodeName(f"node{number}"): 4 // len(left) for number in left}
+    asked = next(node for node in cluster.nodes if node.name == f"node{by}")
+    await asked.coordinator.reconfigure(
+        Change(JOB, Target(mesh={"pp": 1, "tp": 4}, nodes=nodes)), said.append
+    )
+    cluster.nodes = [node for node in cluster.nodes if node.name in nodes]
+    return next(each.message for each in reversed(said) if each.plan)
+
+
+def test_copies_go_round(cluster):
+    async def main():
+        kept = await start(cluster, replicas=2)
+        await save(cluster, 1)
+        await settle(cluster, kept, 2)
+        assert kept[1].status(JOB)["of"] == ["node0", "node3"]
+        before = [node.store.used_bytes for node in cluster.nodes]
+        for step in (2, 3):
+            await save(cluster, step)
+            await settle(cluster, kept, 2)
+        for node in cluster.nodes:
+            await node.member.sweep()
+            copies = node.store.snapshots("gpt@copies")
+            assert [(each.id.step, each.committed) for each in copies] == [(3, True)]
+            assert {rank for rank, _ in copies[0].arrays} == {
+                int(owner[-1]) for owner in (node.name, *owners_of(list(SPREAD), node.name, 2))
+            }
+            assert list(node.store.verify()) == []
+        assert max(node.store.used_bytes for node in cluster.nodes) < 2 * max(before)
+        await cluster.nodes[2].coordinator.remove(JOB)
+        for node in cluster.nodes:
+            await node.member.sweep()
+            assert node.store.snapshots() == ()
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("gone", [(0,), (1, 2), (3, 0)])
+def test_what_two_nodes_had_is_taken_from_copies(cluster, gone):
+    async def main():
+        kept = await start(cluster, replicas=2)
+        for step in (1, 2):
+            await save(cluster, step)
+        await settle(cluster, kept, 2)
+        left = [number for number in range(4) if number not in gone]
+        lose(cluster, *gone)
+        message = await go_on(cluster, left[:2], by=left[-1])
+        assert "from copies on" in message
+        for number in left[:2]:
+            assert cluster.nodes[left[:2].index(number)].shown().id.step == 2
+        await cluster.check(states(2))
+
+    trio.run(main)
+
+
+def test_an_older_step_that_is_whole_comes_before_nothing(cluster):
+    async def main():
+        kept = await start(cluster, replicas=1)
+        await save(cluster, 1)
+        await settle(cluster, kept, 1)
+        with as_steps(cluster):
+            await save(cluster, 2)  # and no copies of it
+        lose(cluster, 1)
+        message = await go_on(cluster, [0, 2], by=0)
+        assert message == "without node1: from copies on node2, back at step 1"
+        await cluster.check(states(1))
+        lose(cluster, 0)
+        with pytest.raises(UnavailableError, match="without node0 no replicas and no copies have all of it"):
+            await go_on(cluster, [2], by=2)
+
+    trio.run(main)
