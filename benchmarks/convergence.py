@@ -102,6 +102,27 @@ def never_and_changed(nodes: Sequence[Node], file: Path, length: int, dtype: str
     return results
 
 
+def draw(file: Path, results: dict[str, Result]) -> None:
+    """Plots losses, and how far each is from the run that never changes."""
+    never = np.array([*results["never"].losses.values()])
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    losses, distances = figure.subplots(2, sharex=True)
+    for number, (name, each) in enumerate(results.items()):
+        values, wrong = np.array([*each.losses.values()]), name.startswith("wrong")
+        style = {"ls": "--" if wrong else "-", "lw": 3 if name == "never" else 1.2, "color": f"C{number}"}
+        losses.plot([*each.losses], values, label=name, **style)
+        if name != "never":
+            # What is equal has no place on a logarithmic axis: it stands at the lowest.
+            distances.semilogy([*each.losses], np.abs(values / never - 1).clip(1e-9), label=name, **style)
+    for step in results["all three"].ends[:-1]:
+        for axes in (losses, distances):
+            axes.axvline(step + 0.5, color="gray", lw=0.8, ls=":")
+    losses.set(ylabel="loss of the global batch", title="Parallelism changed in mid-run (dotted)")
+    distances.set(xlabel="step", ylabel="relative distance from never")
+    losses.legend(fontsize="small")
+    figure.savefig(file, dpi=90)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("convergence"), help="directory of CSV and PNG")
@@ -127,12 +148,8 @@ def main() -> None:
             only_placed = name in ("other nodes", "pp 1-2-4-2")
             right = each.samples == never.samples and differ[name] <= (1e-6 if only_placed else 10 * noise)
         wrong += [] if right else [name]
-    write(
-        arguments.output / "convergence",
-        results,
-        results["all three"].ends[:-1],
-        "Parallelism changed in mid-run",
-    )
+    write(arguments.output / "convergence.csv", results)
+    draw(arguments.output / "convergence.png", results)
     if wrong:
         raise SystemExit(f"WRONG: not as they must be: {', '.join(wrong)}")
 

@@ -3,9 +3,8 @@
     python examples/gpt/elastic.py --losses /tmp/losses.csv
 
 Two daemons; the job goes through (dp, tp, pp) = (2,1,1), (1,2,1), (1,1,2), (2,1,1), and another job, with the
-same data, never changes. With --live, `train.py` is stopped while it trains, where its ranks agree to; else
-each phase has so many steps. The samples of each step must be the same, and the loss of each step as near as
-another order of summation leaves it.
+same data, never changes. With --live, it is stopped while it trains; else each phase has so many steps. Each
+step must see the same samples, and its loss be as near as another order of summation leaves it.
 """
 
 from __future__ import annotations

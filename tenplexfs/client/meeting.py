@@ -29,16 +29,18 @@ class Meeting:
 
     Args:
         place: ``HOST:PORT``, the same on all nodes.
+        linger_s: How long `close` waits for the others to leave.
 
     Raises:
         UsageError: It is no such place.
     """
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, *, linger_s: float = _LINGER_S) -> None:
         host, colon, port = place.rpartition(":")
         if not (host and colon and port.isdecimal() and 0 < int(port) < 1 << 16):
             raise UsageError(f"--rendezvous {place!r}: need HOST:PORT")
         self._address = host.strip("[]"), int(port)
+        self._linger_s = linger_s
         self._board: _Board | None = None
         self._line: socket.socket | None = None
 
@@ -71,11 +73,10 @@ class Meeting:
         if self._line is not None:
             self._line.close()
         if self._board is not None:
-            end = time.monotonic() + _LINGER_S
+            end = time.monotonic() + self._linger_s
             while self._board.lines and time.monotonic() < end:
                 time.sleep(_POLL_S)
-            self._board.shutdown()
-            self._board.server_close()
+            self._board.end()
 
     def _ask(self, request: dict[str, str | None]) -> object:
         line = self._line or self._connect()
@@ -123,15 +124,18 @@ class _Board(socketserver.ThreadingTCPServer):
             probe.bind((found[0], 0))  # fails where the host is another one
         # Here a host's own name may stand for an address that nobody else reaches, as 127.0.1.1.
         super().__init__((host if host in (found[0], "localhost") else "", port), _Talk)
-        self.lines = 0
+        self.lines: set[socket.socket] = set()
         self._texts: dict[str, str] = {}
         self._lock = threading.Lock()
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": _POLL_S}, daemon=True).start()
 
-    def count(self, change: int) -> None:
-        """Counts who is connected."""
-        with self._lock:
-            self.lines += change
+    def end(self) -> None:
+        """Ends it, and the connections that are left."""
+        self.shutdown()
+        self.server_close()
+        for line in list(self.lines):
+            with suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
 
     def answer(self, request: object) -> str | None:
         """Returns the text that is there after a request.
@@ -156,11 +160,11 @@ class _Talk(socketserver.StreamRequestHandler):
     server: _Board
 
     def handle(self) -> None:
-        self.server.count(1)
+        self.server.lines.add(self.request)
         try:
             while line := self.rfile.readline(_LINE_BYTES):
                 self.wfile.write(json.dumps(self.server.answer(json.loads(line))).encode() + b"\n")
         except (OSError, ValueError):
             pass  # it went away, or is none of ours
         finally:
-            self.server.count(-1)
+            self.server.lines.discard(self.request)
