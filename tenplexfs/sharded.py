@@ -26,11 +26,14 @@ from tenplexfs.core.region import Region
 from tenplexfs.errors import InvalidError, NotFoundError, PreconditionError, UnavailableError
 from tenplexfs.formats.layout_json import parse_layout
 from tenplexfs.formats.leaves import Leaf, decode_leaf
-from tenplexfs.formats.structure import read_document, walk
+from tenplexfs.formats.structure import read_document, unflatten, walk
 
-__all__ = ["OpenJob", "check_held", "committed", "save_ranks", "wanted_snapshot"]
+__all__ = ["TENSOR", "OpenJob", "check_held", "committed", "save_ranks", "wanted_snapshot"]
 
 Array: TypeAlias = npt.NDArray[np.generic]
+
+TENSOR = object()
+"""What stands for a tensor among values."""
 
 _BATCH_BYTES = 256 << 20
 _NAMED = 10
@@ -94,6 +97,17 @@ class OpenJob:
             if path in self._leaves[number]:
                 return decode_leaf(self._leaves[number][path], allow_pickle=allow_pickle)
         raise NotFoundError(f"job {self._job}: {path}: no rank has saved such a value")
+
+    def states(self, rank: int, *, allow_pickle: bool = False) -> Iterator[Any]:
+        """Yields what each rank has saved, that of ``rank`` first, with `TENSOR` in place of each tensor.
+
+        Args:
+            rank: As for `leaf`.
+            allow_pickle: Whether what was saved with pickle is made again.
+        """
+        numbers = self._opened.of_rank
+        for number in dict.fromkeys([numbers[rank % len(numbers)], *numbers]):
+            yield unflatten(self._opened.document(number), lambda _: TENSOR, allow_pickle=allow_pickle)
 
     def check(self, wanted: Mapping[str, tuple[Sequence[int], str]]) -> None:
         """Refuses tensors that the snapshot has not, all at once.

@@ -2,9 +2,10 @@
 
 Every node keeps all of them: they are small, and so no value is lost with its node. When a job gets other
 ranks, rank r goes on with the values of old rank r modulo their number; containers that it needs for tensors
-it did not hold are taken from the first rank that has them. A random-number state that is a rank's own is no
-new rank's: that one's is derived (`formats.rng`). One that several ranks have in common stays common, as
-tensor parallel ranks need it.
+it did not hold are taken from the first rank that has them. Where there are fewer ranks, old rank q leaves
+what it alone has to rank q modulo their number. A random-number state that is a rank's own is no new rank's:
+that one's is derived (`formats.rng`). One that several ranks have in common stays common, as tensor parallel
+ranks need it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import msgspec
@@ -90,17 +92,16 @@ def regroup(values: Values, held: Sequence[Sequence[str]]) -> Values:
     ranks = sorted(old)
     roots = _roots(values)
     drawn = {path for path in _differing(roots.values(), len(ranks)) if is_random_state(path)}
-    known: dict[tuple[bytes, int], tuple[Node, bytes]] = {}
+    known: dict[tuple[tuple[bytes, ...], int], tuple[Node, bytes]] = {}
     sets: dict[int, set[str]] = {}
     documents: dict[int, bytes] = {}
     for rank, paths in enumerate(held):
-        own = old[ranks[rank % len(ranks)]]
+        # Its own first; then, where there are fewer ranks now, those that come to be it.
+        own = tuple(dict.fromkeys(old[each] for each in ranks[rank % len(ranks) :: max(len(held), 1)]))
         if (own, id(paths)) not in known:
             here = sets.setdefault(id(paths), set(paths))
-            root = _prune(roots[own], here, keep_values=True)
-            for other in roots.values():
-                extra = _prune(other, here, keep_values=False)
-                root = extra if root is None else root if extra is None else _merge(root, extra)
+            root = _joined([_prune(roots[each], here, keep_values=True) for each in own], take_values=True)
+            root = _joined([root, *(_prune(each, here, keep_values=False) for each in roots.values())])
             root = _untie(root) if root is not None else ["d", "dict", []]
             known[own, id(paths)] = root, write_document(root)
         root, documents[rank] = known[own, id(paths)]
@@ -192,18 +193,32 @@ def _prune(node: Node, here: set[str], *, keep_values: bool) -> Node | None:
     ]
 
 
-def _merge(own: Node, other: Node) -> Node:
+def _joined(roots: Iterable[Node | None], *, take_values: bool = False) -> Node | None:
+    found = [root for root in roots if root is not None]
+    return reduce(lambda own, other: _merge(own, other, take_values=take_values), found) if found else None
+
+
+def _merge(own: Node, other: Node, *, take_values: bool) -> Node:
     """Returns ``own`` with the entries of ``other`` that it lacks."""
     if own[0] != "d" or other[0] != "d":
         return own
     theirs = {_hashable(key): child for key, child in other[2]}
     known = {_hashable(key) for key, _ in own[2]}
     entries = [
-        [key, _merge(child, theirs[_hashable(key)]) if _hashable(key) in theirs else child]
+        [
+            key,
+            _merge(child, theirs[_hashable(key)], take_values=take_values)
+            if _hashable(key) in theirs
+            else child,
+        ]
         for key, child in own[2]
     ]
-    # Values beside entries that are known are the own rank's to have or not.
-    entries += [[key, child] for key, child in other[2] if _hashable(key) not in known and child[0] != "l"]
+    # Without it, values beside entries that are known are the own rank's to have or not.
+    entries += [
+        [key, child]
+        for key, child in other[2]
+        if _hashable(key) not in known and (take_values or child[0] != "l")
+    ]
     return ["d", own[1], entries]
 
 

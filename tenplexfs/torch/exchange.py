@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 _POLL_S = 0.002
 _PATIENCE_S = 600.0
+_LAST_S = 30.0
 
 
 def this_rank() -> int:
@@ -105,6 +106,17 @@ class Exchange:
             kind, message = pickle.loads(data)
             raise kind(message)
 
+    def end(self) -> None:
+        """Returns once every rank has ended this round, well or not; a rank that died is not waited for long.
+
+        After that, a failed round may be tried again.
+        """
+        self.post(f"ended{self.rank}", True)
+        ended = [f"ended{rank}" for rank in range(self.world)]
+        until = time.monotonic() + _LAST_S
+        while not self.has(*ended) and time.monotonic() < until:
+            time.sleep(_POLL_S)
+
     def agree(self, card: object, decide: Callable[[list[Any]], T]) -> T:
         """Returns what rank 0 decides of the cards of all ranks, in the order of ranks.
 
@@ -118,11 +130,11 @@ class Exchange:
         return verdict
 
     def _tidy(self, posted: str, turn: int) -> None:
-        """Deletes what this rank posted in the round before: all have ended it, or they would not be here."""
+        """Deletes what this rank posted two rounds before; of the last one, some may not have heard all yet."""
         assert self._store is not None
         self._posted = f"{posted}/{turn}"
-        last = f"{posted}/{turn - 1}"
-        if turn > 1 and self._store.check([last]):
+        last = f"{posted}/{turn - 2}"
+        if turn > 2 and self._store.check([last]):
             for key in self._store.get(last).decode().split():
                 self._store.delete_key(key)
             self._store.delete_key(last)

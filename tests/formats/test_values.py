@@ -69,6 +69,15 @@ def test_ties_outlive_the_rank_that_had_the_first_name():
     assert found == {"head": "head", "third": "head"}
 
 
+def test_ranks_that_go_leave_what_they_alone_have():
+    old = documents({"a": 1, "rng": "0"}, {"b": {"c": 2}, "rng": "1"}, {"a": 3, "d": 4}, {"b": {"e": 5}})
+    assert states(regroup(old, [()] * 2)) == [
+        {"a": 1, "rng": "0", "d": 4},
+        {"b": {"c": 2, "e": 5}, "rng": "1"},
+    ]
+    assert states(regroup(old, [()])) == [{"a": 1, "rng": "0", "b": {"c": 2, "e": 5}, "d": 4}]
+
+
 def test_nothing_is_added_where_nothing_changes():
     old = documents({"a": {"b": 1}, "empty": {}, "w": np.ones(1), "s": [np.ones(1), 2]})
     assert regroup(old, [("w", "s/0")]) == old

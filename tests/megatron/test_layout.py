@@ -238,8 +238,8 @@ def test_objects_keep_their_grid():
     found = objects_of_ranks(states)
     assert [(o.path, o.main, o.ranks) for o in found] == [
         ("layer/_extra_state/shard_0_1", 0, (0, 1, 2, 3)),
-        ("rng_state/shard_0%2E0_2%2E1", 0, (0, 2)),
-        ("rng_state/shard_1%2E0_2%2E1", 1, (1, 3)),
+        ("rng_state/shard_0-0_2-1", 0, (0, 2)),
+        ("rng_state/shard_1-0_2-1", 1, (1, 3)),
     ]
     assert layout_of_ranks(states).explicit is None
     with pytest.raises(InvalidError, match=r"'layer/_extra_state' at \(0,\): need one main replica"):

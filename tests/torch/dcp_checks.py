@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tenplexfs.errors import TenplexError
 from tenplexfs.torch import Reader, Writer, rng_state, set_rng_state
-
-JOB = "gpt"
-
-
-@dataclass
-class Context:
-    rank: int
-    world: int
-    mount: Path
-    where: Path
-
-    @property
-    def job(self) -> Path:
-        return self.mount / JOB
+from tests.torch.context import Context
 
 
 def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:

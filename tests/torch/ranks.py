@@ -1,4 +1,4 @@
-"""Process groups for tests: torch is imported once, then each group of ranks is forked.
+"""Process groups for tests: torch and the checks are imported once, then each group of ranks is forked.
 
 One line of JSON in for each group, ``{"check", "world", "mounts", "where", ...}``, one out: what each rank's
 check returned, or its traceback.
@@ -9,23 +9,25 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import importlib
 import json
 import os
 import sys
 import traceback
 import uuid
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor.parallel  # so that no rank imports it by itself
 
-from tests.torch import dcp_checks
+from tests.torch.context import Context
 
 PATIENCE_S = 120
 
 
-def run_rank(rank: int, order: dict, answer: int) -> None:
+def run_rank(checks: ModuleType, rank: int, order: dict, answer: int) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(PATIENCE_S, exit=True)  # what hangs, says where
     world = order["world"]
@@ -34,8 +36,8 @@ def run_rank(rank: int, order: dict, answer: int) -> None:
             store = dist.FileStore(order["store"], world)
             patience = datetime.timedelta(seconds=PATIENCE_S)
             dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=patience)
-        context = dcp_checks.Context(rank, max(world, 1), Path(order["mounts"][rank]), Path(order["where"]))
-        result = {"ok": getattr(dcp_checks, order["check"])(context, **order["arguments"])}
+        context = Context(rank, max(world, 1), Path(order["mounts"][rank]), Path(order["where"]))
+        result = {"ok": getattr(checks, order["check"])(context, **order["arguments"])}
         if world:
             dist.destroy_process_group()
     except BaseException:
@@ -44,7 +46,7 @@ def run_rank(rank: int, order: dict, answer: int) -> None:
         json.dump(result, pipe)
 
 
-def run_group(order: dict) -> list[dict]:
+def run_group(checks: ModuleType, order: dict) -> list[dict]:
     order["store"] = str(Path(order["where"]) / f"store-{uuid.uuid4().hex}")
     pipes, pids = [], []
     for rank in range(max(order["world"], 1)):
@@ -54,7 +56,7 @@ def run_group(order: dict) -> list[dict]:
             code = 1
             with contextlib.suppress(BaseException):
                 os.close(read)
-                run_rank(rank, order, write)
+                run_rank(checks, rank, order, write)
                 code = 0
             os._exit(code)
         os.close(write)
@@ -71,8 +73,9 @@ def run_group(order: dict) -> list[dict]:
 
 
 def main() -> None:
+    checks = importlib.import_module(sys.argv[1])
     for line in sys.stdin:
-        sys.stdout.write(json.dumps(run_group(json.loads(line))) + "\n")
+        sys.stdout.write(json.dumps(run_group(checks, json.loads(line))) + "\n")
         sys.stdout.flush()
 
 

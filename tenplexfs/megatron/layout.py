@@ -17,14 +17,31 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+import numpy as np
+
 from tenplexfs.core.dtypes import dtype_of
 from tenplexfs.core.held import clipped, explicit_layout, local_arrays, refuse_overlap
 from tenplexfs.core.layout import ExplicitShard, Layout, Mesh
-from tenplexfs.core.paths import escape_component, path_of_name
+from tenplexfs.core.paths import path_of_name
 from tenplexfs.core.region import Region, flat_boxes
 from tenplexfs.errors import InvalidError
 
-__all__ = ["ObjectShard", "Part", "layout_of_ranks", "objects_of_ranks", "parts_of"]
+__all__ = [
+    "ObjectShard",
+    "Part",
+    "Spec",
+    "boxes_of",
+    "describe",
+    "is_factory",
+    "is_object",
+    "is_tensor",
+    "layout_of_ranks",
+    "layout_of_specs",
+    "leaves_of",
+    "object_name",
+    "objects_of_ranks",
+    "parts_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +57,34 @@ class Part:
     at: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Spec:
+    """What a `ShardedTensor`, or a plain tensor, says without its data, so that ranks can gather it.
+
+    Attributes:
+        plain: Whether it is a plain tensor, which every rank that has it holds whole.
+        dtype: Our name of its type.
+        boxes: Of the global tensor, in the order in which the data lies raveled.
+        main: Whether it is the main replica.
+        flat: Whether the local array has other dims than the tensor.
+        padded: Whether its global shape may be a padded one.
+    """
+
+    global_shape: tuple[int, ...]
+    dtype: str
+    boxes: tuple[Region, ...]
+    plain: bool = False
+    main: bool = False
+    flat: bool = False
+    padded: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectShard:
     """A value that is no tensor, one of a grid that cannot be cut anew.
 
     Attributes:
-        path: Its key and its place, as ``rng_state/shard_0%2E1_2%2E4``: each place is a value of its own.
+        path: Its key and its place, as ``rng_state/shard_0-1_2-4``: each place is a value of its own.
         offset: Place in the grid.
         shape: Of the grid.
         main: The rank whose value counts.
@@ -79,16 +118,39 @@ def layout_of_ranks(
         InvalidError: Ranks disagree about a tensor; the main replicas do not hold each element once; a box is
             outside of its tensor; a true shape does not fit. Names the tensor and the ranks.
     """
+    return layout_of_specs([describe(state) for state in states], shapes=shapes, mesh=mesh)
+
+
+def describe(state: Mapping[str, Any]) -> list[tuple[str, Spec]]:
+    """Returns the path and spec of each tensor of one rank, plain data without any framework's objects.
+
+    Raises:
+        InvalidError: A box is outside of its tensor, or data is of another shape than its object says.
+    """
+    return [(path, _spec(path, leaf)) for path, leaf in leaves_of(state) if not is_object(leaf)]
+
+
+def layout_of_specs(
+    states: Sequence[Sequence[tuple[str, Spec]]],
+    *,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    mesh: Mesh | None = None,
+) -> Layout:
+    """Returns the layout of what all ranks hold, ``states[r]`` being `describe` of rank r.
+
+    Args:
+        states: As `describe` gives them.
+        shapes: As for `layout_of_ranks`.
+        mesh: As for `layout_of_ranks`.
+
+    Raises:
+        InvalidError: As `layout_of_ranks`.
+    """
     true = {path_of_name(key): tuple(shape) for key, shape in (shapes or {}).items()}
     tensors: dict[str, _Tensor] = {}
     for rank, state in enumerate(states):
-        for path, leaf in _leaves(state):
-            if _is_tensor(leaf):
-                seen = tensors.setdefault(path, _Tensor(path, tuple(leaf.global_shape), _dtype(path, leaf)))
-                seen.add(rank, leaf)
-            elif not _is_object(leaf):
-                seen = tensors.setdefault(path, _Tensor(path, tuple(leaf.shape), _dtype(path, leaf)))
-                seen.add_plain(rank, leaf)
+        for path, spec in state:
+            tensors.setdefault(path, _Tensor(path, spec)).add(rank, spec)
     unknown = sorted(true.keys() - tensors.keys())
     if unknown:
         raise InvalidError(f"shapes: {unknown[:4]}: no such tensors in the states")
@@ -105,8 +167,8 @@ def objects_of_ranks(states: Sequence[Mapping[str, Any]]) -> tuple[ObjectShard, 
     grids: dict[str, dict[tuple[int, ...], list[tuple[int, bool]]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for rank, state in enumerate(states):
-        for path, leaf in _leaves(state):
-            if not _is_object(leaf):
+        for path, leaf in leaves_of(state):
+            if not is_object(leaf):
                 continue
             shape = tuple(leaf.global_shape)
             if shapes.setdefault(path, shape) != shape:
@@ -127,9 +189,18 @@ def objects_of_ranks(states: Sequence[Mapping[str, Any]]) -> tuple[ObjectShard, 
                     f"ranks {mains} of {[rank for rank, _ in holders]} say so"
                 )
             ranks = tuple(sorted({rank for rank, _ in holders}))
-            text = f"shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shapes[path]))}"
-            out.append(ObjectShard(f"{path}/{escape_component(text)}", offset, shapes[path], mains[0], ranks))
+            name = f"{path}/{object_name(offset, shapes[path])}"
+            out.append(ObjectShard(name, offset, shapes[path], mains[0], ranks))
     return tuple(out)
+
+
+def object_name(offset: Sequence[int], shape: Sequence[int]) -> str:
+    """Returns under which name, below its key, a place of the grid of a `ShardedObject` is kept.
+
+    >>> object_name((0, 1), (2, 4))
+    'shard_0-1_2-4'
+    """
+    return f"shard_{'-'.join(map(str, offset))}_{'-'.join(map(str, shape))}"
 
 
 def parts_of(layout: Layout, rank: int, state: Mapping[str, Any]) -> dict[str, tuple[Part, ...]]:
@@ -146,62 +217,54 @@ def parts_of(layout: Layout, rank: int, state: Mapping[str, Any]) -> dict[str, t
     explicit = layout.explicit
     shards = explicit.ranks[rank] if explicit is not None and rank < len(explicit.ranks) else {}
     out: dict[str, dict[tuple[int, ...], Part]] = {}
-    for path, leaf in _leaves(state):
-        if _is_object(leaf):
+    for path, leaf in leaves_of(state):
+        if is_object(leaf):
             continue
         if path not in shards:
             raise InvalidError(f"tensor {path!r}: the layout has nothing of it on rank {rank}")
         place = {region.start: (region, at) for region, at in shards[path].pieces or ()}
         parts = out.setdefault(path, {})
-        if not _is_tensor(leaf):
-            parts[()] = Part(leaf, (0,) * len(leaf.shape))
-            continue
-        data, first, flat = leaf.data, 0, getattr(leaf, "flattened_range", None) is not None
-        for box in _boxes(path, leaf):
+        for box, data in boxes_of(path, leaf):
             if box.start in place:  # else all of it is padding
                 region, at = place[box.start]
-                lead = len(box.start) - len(leaf.local_shape)
-                inner = tuple(slice(0, n) for n in region.shape[lead:])
-                part = data[first : first + box.volume] if flat else data[inner]
-                parts[box.start] = Part(part, at)
-            first += box.volume
+                inner = tuple(slice(0, n) for n in region.shape[len(region.shape) - data.ndim :])
+                parts[box.start] = Part(data if region == box else data[inner], at)
     return {path: tuple(parts.values()) for path, parts in out.items()}
+
+
+def boxes_of(path: str, leaf: Any) -> Iterator[tuple[Region, Any]]:  # noqa: ANN401
+    """Yields the boxes of a tensor and the data of each; dims that were stacked in front it has not."""
+    if not is_tensor(leaf):
+        yield Region((0,) * len(leaf.shape), tuple(leaf.shape)), leaf
+        return
+    first, flat = 0, getattr(leaf, "flattened_range", None) is not None
+    for box in _boxes(path, leaf):
+        yield box, leaf.data[first : first + box.volume] if flat else leaf.data
+        first += box.volume
 
 
 class _Tensor:
     """Collects what the ranks say of one tensor."""
 
-    def __init__(self, path: str, shape: tuple[int, ...], dtype: str) -> None:
+    def __init__(self, path: str, first: Spec) -> None:
         self.what = f"tensor {path!r}"
-        self.path, self.shape, self.dtype = path, shape, dtype
+        self.shape, self.dtype, self.plain = first.global_shape, first.dtype, first.plain
         self.held: dict[int, list[Region]] = {}
         self.mains: list[tuple[Region, str]] = []
         self.flat = False
         self.padded = False
-        self.plain: bool | None = None
 
-    def add(self, rank: int, leaf: Any) -> None:  # noqa: ANN401 - a ShardedTensor by its attributes
-        self._same(rank, tuple(leaf.global_shape), _dtype(self.path, leaf), plain=False)
-        boxes = _boxes(self.path, leaf)
-        self.held.setdefault(rank, []).extend(boxes)
-        if _is_main(leaf):
-            self.mains += [(box, f"rank {rank}") for box in boxes]
-        lead = len(self.shape) - len(leaf.local_shape)
-        self.flat |= lead > 0 or getattr(leaf, "flattened_range", None) is not None
-        self.padded |= bool(getattr(leaf, "allow_shape_mismatch", False))
-
-    def add_plain(self, rank: int, leaf: Any) -> None:  # noqa: ANN401 - a tensor of some framework
-        self._same(rank, tuple(leaf.shape), _dtype(self.path, leaf), plain=True)
-        self.held[rank] = [Region((0,) * len(self.shape), self.shape)]
-
-    def _same(self, rank: int, shape: tuple[int, ...], dtype: str, *, plain: bool) -> None:
-        if self.plain is None:
-            self.plain = plain
-        if (shape, dtype, plain) != (self.shape, self.dtype, self.plain):
+    def add(self, rank: int, spec: Spec) -> None:
+        if (spec.global_shape, spec.dtype, spec.plain) != (self.shape, self.dtype, self.plain):
             raise InvalidError(
-                f"{self.what}: rank {rank}: {list(shape)} {dtype}{' plain' if plain else ''}, "
-                f"elsewhere {list(self.shape)} {self.dtype}{' plain' if self.plain else ''}"
+                f"{self.what}: rank {rank}: {list(spec.global_shape)} {spec.dtype}{' plain' * spec.plain}, "
+                f"elsewhere {list(self.shape)} {self.dtype}{' plain' * self.plain}"
             )
+        self.held.setdefault(rank, []).extend(spec.boxes)
+        if spec.main:
+            self.mains += [(box, f"rank {rank}") for box in spec.boxes]
+        self.flat |= spec.flat
+        self.padded |= spec.padded
 
     def shards(self, true: tuple[int, ...] | None) -> tuple[tuple[int, ...], dict[int, ExplicitShard]]:
         if not self.plain:
@@ -218,29 +281,59 @@ class _Tensor:
         return true, {rank: clipped(self.what, shard, true) for rank, shard in shards.items()}
 
 
-def _leaves(state: object, at: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the path and object of every sharded object and plain tensor; factories are built."""
+def leaves_of(
+    state: object, at: str = "", *, built: dict[int, Any] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yields the path and object of every sharded object and plain tensor.
+
+    Args:
+        state: Nested dicts and lists.
+        at: Path of ``state``.
+        built: Gets what each factory builds, by the factory's id.
+    """
     if isinstance(state, Mapping):
         for key, value in state.items():
             part = path_of_name(str(key))
-            yield from _leaves(value, f"{at}/{part}" if at else part)
+            yield from leaves_of(value, f"{at}/{part}" if at else part, built=built)
     elif isinstance(state, list | tuple):
         for index, value in enumerate(state):
-            yield from _leaves(value, f"{at}/{index}" if at else str(index))
-    elif hasattr(state, "build_fn") and hasattr(state, "build"):
-        yield from _leaves(state.build(), at)
+            yield from leaves_of(value, f"{at}/{index}" if at else str(index), built=built)
+    elif is_factory(state):
+        factory: Any = state
+        made = factory.build()
+        if built is not None:
+            built[id(state)] = made
+        yield from leaves_of(made, at, built=built)
     elif hasattr(state, "global_shape") and hasattr(state, "global_offset"):
         yield path_of_name(str(getattr(state, "key", ""))), state
-    elif hasattr(state, "shape") and hasattr(state, "dtype"):
+    elif hasattr(state, "shape") and hasattr(state, "dtype") and not isinstance(state, np.generic):
         yield at, state
 
 
-def _is_tensor(leaf: object) -> bool:
+def is_factory(leaf: object) -> bool:
+    """Returns whether ``leaf`` is a `ShardedTensorFactory`."""
+    return hasattr(leaf, "build_fn") and hasattr(leaf, "build")
+
+
+def is_tensor(leaf: object) -> bool:
+    """Returns whether ``leaf`` is a `ShardedTensor`."""
     return hasattr(leaf, "global_offset") and hasattr(leaf, "local_shape")
 
 
-def _is_object(leaf: object) -> bool:
+def is_object(leaf: object) -> bool:
+    """Returns whether ``leaf`` is a `ShardedObject`."""
     return hasattr(leaf, "global_offset") and not hasattr(leaf, "local_shape")
+
+
+def _spec(path: str, leaf: Any) -> Spec:  # noqa: ANN401
+    if not is_tensor(leaf):
+        shape = tuple(leaf.shape)
+        return Spec(shape, _dtype(path, leaf), (Region((0,) * len(shape), shape),), plain=True)
+    shape = tuple(leaf.global_shape)
+    boxes = tuple(_boxes(path, leaf))
+    flat = len(shape) > len(leaf.local_shape) or getattr(leaf, "flattened_range", None) is not None
+    padded = bool(getattr(leaf, "allow_shape_mismatch", False))
+    return Spec(shape, _dtype(path, leaf), boxes, main=_is_main(leaf), flat=flat, padded=padded)
 
 
 def _is_main(leaf: Any) -> bool:  # noqa: ANN401
