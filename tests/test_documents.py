@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import re
+import subprocess
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import tenplexfs.errors
@@ -14,6 +16,7 @@ from tenplexfs.core.build import build_ptc
 from tenplexfs.core.planner import plan
 from tenplexfs.errors import TenplexError
 from tenplexfs.formats.layout_json import parse_layout
+from tenplexfs.formats.parallelizer_json import _Auto, parse_parallelizer
 
 ROOT = Path(__file__).parents[1]
 
@@ -70,3 +73,29 @@ def test_the_table_of_errors_is_that_of_the_code():
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) < 200
+
+
+@pytest.mark.parametrize("document", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+def test_every_script_of_the_documents_parses(document):
+    text = (ROOT / "docs" / document).read_text()
+    for script in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True, capture_output=True)
+    assert document != "scheduling.md" or text.count("```bash") == 3
+
+
+def test_every_setting_of_a_parallelizer_in_the_documents_is_valid():
+    blocks = [json.loads(block) for block in json_blocks("docs/scheduling.md")]
+    settings = [block for block in blocks if "kind" in block]
+    assert {each["kind"] for each in settings} == {"table", "command", "auto"}
+    for each in settings:
+        parse_parallelizer(each)
+
+
+def test_the_documents_name_every_setting_of_auto():
+    text = (ROOT / "docs/scheduling.md").read_text()
+    names = {
+        field
+        for row in re.findall(r"^\| (`.*?`) \|", text, re.MULTILINE)
+        for field in re.findall(r"`(\w+)`", row)
+    }
+    assert {field.name for field in msgspec.structs.fields(_Auto)} - {"kind"} <= names

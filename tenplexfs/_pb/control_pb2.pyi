@@ -120,7 +120,7 @@ class ReconfigureRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., layout_json: _Optional[str] = ..., mesh: _Optional[_Iterable[_Union[Axis, _Mapping]]] = ..., expected_generation: _Optional[int] = ..., request_id: _Optional[str] = ..., stop_timeout_s: _Optional[float] = ..., nodes: _Optional[_Mapping[str, int]] = ..., drop: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class NotifyResourcesRequest(_message.Message):
-    __slots__ = ("job", "nodes", "request_id")
+    __slots__ = ("job", "nodes", "request_id", "stop_timeout_s")
     class NodesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -131,10 +131,12 @@ class NotifyResourcesRequest(_message.Message):
     JOB_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    STOP_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     job: str
     nodes: _containers.ScalarMap[str, int]
     request_id: str
-    def __init__(self, job: _Optional[str] = ..., nodes: _Optional[_Mapping[str, int]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    stop_timeout_s: float
+    def __init__(self, job: _Optional[str] = ..., nodes: _Optional[_Mapping[str, int]] = ..., request_id: _Optional[str] = ..., stop_timeout_s: _Optional[float] = ...) -> None: ...
 
 class NodeProgress(_message.Message):
     __slots__ = ("bytes_done", "bytes_total")

@@ -145,6 +145,12 @@ class Daemon:
         """Yields the progress of the import."""
         return self._stream("Local/Import", request, timeout_s)
 
+    def notify(
+        self, request: control_pb2.NotifyResourcesRequest, timeout_s: float | None
+    ) -> Iterator[control_pb2.Progress]:
+        """Yields the progress of what the devices make of the job."""
+        return self._stream("Control/NotifyResources", request, timeout_s)
+
     def rollback(
         self, request: control_pb2.RollbackRequest, timeout_s: float | None
     ) -> Iterator[control_pb2.Progress]:

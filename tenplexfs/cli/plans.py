@@ -136,6 +136,10 @@ def reconfigure(
     layout: Annotated[Path | None, typer.Argument(help="The new layout; or --mesh.")] = None,
     mesh: MeshOption = None,
     nodes: NodesOption = None,
+    resources: Annotated[
+        str | None,
+        typer.Option(metavar="A=4,B=4", help="The devices that there are, or none: its parallelizer decides."),
+    ] = None,
     drop: DropOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan, and change nothing.")] = False,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Follow it to the end.")] = True,
@@ -153,9 +157,11 @@ def reconfigure(
     ] = 0,
 ) -> None:
     """Change the parallelism of a job, in place: stage on every node, then switch all trees at once."""
-    if (layout is None) == (mesh is None):
-        raise UsageError("reconfigure: need a layout file or --mesh, one of the two")
-    target = target_of([layout] if layout else [], mesh, nodes)
+    if [layout, mesh, resources].count(None) != 2:
+        raise UsageError("reconfigure: need a layout file, --mesh or --resources, one of the three")
+    if resources is not None and (nodes or drop or dry_run or generation):
+        raise UsageError("--resources goes without --nodes, --drop, --dry-run and --generation")
+    target = target_of([layout] if layout else [], mesh, nodes) if resources is None else {}
     with session.connect() as daemon:
         if dry_run:
             content = json.loads(daemon.plan(control_pb2.PlanRequest(job=job, drop=drop or [], **target)))
@@ -169,7 +175,16 @@ def reconfigure(
             stop_timeout_s=stop_timeout,
             **target,
         )
-        steps = daemon.reconfigure(request, timeout)
+        if resources is None:
+            steps = daemon.reconfigure(request, timeout)
+        else:
+            notice = control_pb2.NotifyResourcesRequest(
+                job=job,
+                nodes=_devices(resources),
+                request_id=request.request_id,
+                stop_timeout_s=stop_timeout,
+            )
+            steps = daemon.notify(notice, timeout)
         try:
             last = show.progress(steps, job, quiet=session.json) if wait else next(steps, None)
         except TimedOutError as error:
@@ -186,6 +201,17 @@ def reconfigure(
         "plan": json.loads(last.plan.json) if last.plan.json else None,
     }
     session.emit("reconfigure", content, lambda: _show_done(content, job))
+
+
+def _devices(text: str) -> dict[str, int]:
+    """Returns node -> devices of ``node0=4,node1=4``; none of ``none``."""
+    found: dict[str, int] = {}
+    for item in text.split(",") if text != "none" else ():
+        node, equals, devices = item.strip().partition("=")
+        if not (node and equals and devices.isdecimal() and int(devices) < 1 << 32) or node in found:
+            raise UsageError(f"--resources {text!r}: need nodes with devices, each once, as node0=4,node1=4, or none")
+        found[node] = int(devices)
+    return found
 
 
 def check_last(last: control_pb2.Progress | None, what: str, *, is_final: bool = True) -> None:
@@ -284,6 +310,8 @@ def _show_done(content: Mapping[str, Any], name: str) -> None:
         return
     moved = f"; {show.bytes_text(plan['bytes']['moved'])} moved, no plan can move less" if plan else ""
     mesh = ",".join(f"{axis}={size}" for axis, size in job["mesh"].items())
+    if job["message"]:
+        moved = f"; {job['state']}: {job['message']}"
     typer.echo(
         f"{name}: generation {job['generation']}, {mesh or 'explicit'}, on {', '.join(job['nodes'])}{moved}"
     )

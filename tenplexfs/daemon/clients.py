@@ -100,7 +100,12 @@ class Clients:
         """Returns what ``switch`` does, which is given what stops the ranks of the head it found.
 
         When the switch fails, new processes of the job are not stopped.
+
+        Raises:
+            InvalidError: The timeout is none.
         """
+        if not timeout_s >= 0:  # also what is no number
+            raise InvalidError(f"job {job}: stop timeout: need seconds >= 0, got {timeout_s}")
         stopped: list[Head] = []
 
         async def stop(head: Head) -> None:

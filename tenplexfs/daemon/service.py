@@ -128,7 +128,7 @@ class Service:
         asked = Request(job, request.request_id, _arguments(request))
 
         async def work(report: Report) -> Head:
-            return await self._deciding.notify(asked, nodes, report)
+            return await self._deciding.notify(asked, nodes, report, stop_timeout_s=request.stop_timeout_s)
 
         transaction = self._transactions.start(job, asked.id, self._counted(work), asked.arguments)
         async for message in self._watch(transaction):
