@@ -138,7 +138,9 @@ def reconfigure(
     nodes: NodesOption = None,
     resources: Annotated[
         str | None,
-        typer.Option(metavar="A=4,B=4", help="The devices that there are, or none: its parallelizer decides."),
+        typer.Option(
+            metavar="A=4,B=4", help="The devices that there are, or none: its parallelizer decides."
+        ),
     ] = None,
     drop: DropOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan, and change nothing.")] = False,
@@ -209,7 +211,9 @@ def _devices(text: str) -> dict[str, int]:
     for item in text.split(",") if text != "none" else ():
         node, equals, devices = item.strip().partition("=")
         if not (node and equals and devices.isdecimal() and int(devices) < 1 << 32) or node in found:
-            raise UsageError(f"--resources {text!r}: need nodes with devices, each once, as node0=4,node1=4, or none")
+            raise UsageError(
+                f"--resources {text!r}: need nodes with devices, each once, as node0=4,node1=4, or none"
+            )
         found[node] = int(devices)
     return found
 

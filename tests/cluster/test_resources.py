@@ -178,13 +178,17 @@ def test_without_a_parallelizer_the_mesh_stays(two):
         with pytest.raises(InvalidError, match="3 devices for 4 ranks, and the job has no parallelizer"):
             notify(scheduler, {"node1": 3})
         first = two.nodes[0]
-        assert first.ok("reconfigure", "gpt", "--resources", "node0=4")["job"]["nodes"] == {"node0": [0, 1, 2, 3]}
+        assert first.ok("reconfigure", "gpt", "--resources", "node0=4")["job"]["nodes"] == {
+            "node0": [0, 1, 2, 3]
+        }
         paused = first.ok("reconfigure", "gpt", "--resources", "none")["job"]
         assert (paused["state"], paused["message"]) == ("paused", "there are no devices")
         for wrong in ("node0", "node0=x", "node0=1,node0=2", ""):
             status, content, _ = first.run("reconfigure", "gpt", "--resources", wrong)
             assert status == 2 and "need nodes with devices" in content["error"]["message"], content
-        request = control_pb2.NotifyResourcesRequest(job="gpt", nodes={"node0": 4}, stop_timeout_s=float("nan"))
+        request = control_pb2.NotifyResourcesRequest(
+            job="gpt", nodes={"node0": 4}, stop_timeout_s=float("nan")
+        )
         with pytest.raises(InvalidError, match="stop timeout: need seconds >= 0, got nan"):
             list(scheduler.stream("Control/NotifyResources", request, deadline_s=60))
         check(two.nodes[0].mount, "gpt", WHOLE)
