@@ -83,7 +83,7 @@ class Shares:
         self.newest: dict[JobName, int] = {}
         self._member = member
         self._compute = compute
-        self._running: dict[TxId, tuple[JobName, trio.CancelScope, trio.Event]] = {}
+        self._running: dict[trio.CancelScope, tuple[JobName, TxId, trio.Event]] = {}
 
     async def persist(
         self, job: JobName, txid: TxId, url: str, report: Callable[[int, int], None]
@@ -98,7 +98,7 @@ class Shares:
         if stored is None:
             raise NotFoundError(f"node {self._member.node}: stores no snapshot {txid} of job {job}")
         with self._member.store.arrays(stored) as arrays, trio.CancelScope() as scope:
-            self._running[txid] = job, scope, (ended := trio.Event())
+            self._running[scope] = job, txid, (ended := trio.Event())
             shares = await self._compute(shares_of, stored.layout_json, self._member.node)
             stop = threading.Event()
             token = trio.lowlevel.current_trio_token()
@@ -115,7 +115,7 @@ class Shares:
                 files = await trio.to_thread.run_sync(writer.run, abandon_on_cancel=True)
             finally:
                 stop.set()
-                del self._running[txid]
+                del self._running[scope]
                 ended.set()
             report(writer.total_bytes, writer.total_bytes)
             return tuple(files)
@@ -123,7 +123,7 @@ class Shares:
 
     async def relieve(self) -> bool:
         """Gives up the share of a snapshot that nobody else holds, and returns whether there was one."""
-        for txid, (job, scope, ended) in self._running.items():
+        for scope, (job, txid, ended) in self._running.items():
             if all(each.id.txid != txid for each in self._member.store.snapshots(job)):
                 scope.cancel()
                 await ended.wait()
@@ -243,6 +243,7 @@ class Persister:
             state.steps = await trio.to_thread.run_sync(find_steps, place, abandon_on_cancel=True)
             await self._tell(job, shown, state.steps)
             return  # the next look says whether the step is due
+        known = self._member.describe(job, snapshot.txid)
         name = directory_name(snapshot)
         files: dict[NodeName, tuple[CheckpointFile, ...]] = {}
 
@@ -258,7 +259,6 @@ class Persister:
 
         await run_all(partial(ask, node) for node in shown.head.nodes)
         every = tuple(file for node in sorted(files) for file in files[node])
-        known = self._member.describe(job, snapshot.txid)
         checkpoint = Checkpoint(
             job,
             snapshot,

@@ -186,13 +186,15 @@ class Replicas:
                         wait_s = _SETTLING_S
                 for job in self._copied_jobs() - self._member.shown().keys():
                     self._states.pop(job, None)
-                    if job not in self._table.jobs():  # it was removed
+                    is_known = job in self._table.jobs() or self._table.registry_away is not None
+                    if not is_known:  # it was removed
                         await self._drop_all(job, self._sets(job))
                 with trio.move_on_after(wait_s):
                     await changed.wait()
 
     async def _look(self, job: JobName, shown: Shown, state: _State) -> None:
         assert state.running is not None and state.ended is not None
+        before = state.failure
         try:
             with state.running:
                 state.is_settled = await self._settle(job, shown, state)
@@ -205,6 +207,8 @@ class Replicas:
             state.ended.set()
             state.running = state.ended = None
             state.next_s = trio.current_time() + (0.0 if state.is_settled else _SETTLING_S)
+            if state.failure != before:
+                self._table.touch()
 
     async def _settle(self, job: JobName, shown: Shown, state: _State) -> bool:
         """Does what there is to do; returns whether every node of the job has its set."""
@@ -240,6 +244,9 @@ class Replicas:
         mine = {each.id.txid: each for each in self._store.snapshots(job)}.get(snapshot.txid)
         if mine is None:
             raise NotFoundError(f"{snapshot} is not here any more")
+        # What a daemon that died left half-way; one set is brought up at a time.
+        halves = [each for each in self._sets(job, committed=False) if not each.committed]
+        await self._drop_all(job, halves)
         made = await self._compute(copying, mine.layout_json, self._member.node, owners)
         sums: dict[Key, tuple[int, ...]] = {}
         for owner in owners:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 
 import pytest
@@ -51,3 +52,18 @@ def test_events_go_in_the_clear_to_this_machine_only():
     for url in ("example.com", "http:///x", "http://x:99999/", "https://a b/", "https://[::1/"):
         with pytest.raises(InvalidError, match="webhook"):
             check_webhook(url, insecure=True)
+
+
+def test_where_steps_are_persisted_is_completed_or_refused():
+    made = json.loads(check_settings('{"persist": {"to": "/a/b/"}, "replicas": 2}', insecure=False))
+    assert made == {"persist": {"to": "/a/b", "every": 1, "keep": 3}, "replicas": 2}
+    for wrong, said in (
+        ('{"persist": "/a"}', 'need {"to": directory or URL'),
+        ('{"persist": {"to": "/a", "often": 2}}', 'need {"to": directory or URL'),
+        ('{"persist": {"to": "a"}}', "to: 'a': need an absolute path, or s3://"),
+        ('{"persist": {"to": "/a", "every": 0}}', "'persist.every': need a whole number >= 1, got 0"),
+        ('{"persist": {"to": "/a", "keep": true}}', "'persist.keep': need a whole number >= 1, got True"),
+        ('{"replicas": 0}', "'replicas': need a whole number >= 1, got 0"),
+    ):
+        with pytest.raises(InvalidError, match=re.escape(said)):
+            check_settings(wrong, insecure=False)

@@ -131,6 +131,34 @@ def test_copies_go_round(cluster):
     trio.run(main)
 
 
+def test_copies_are_refused_where_there_is_no_room_and_give_way_to_saves(cluster):
+    async def main():
+        kept = await start(cluster, replicas=1, keep_steps=1)
+        await save(cluster, 1)
+        await settle(cluster, kept, 1)
+        for node in cluster.nodes:
+            assert len(node.store.snapshots("gpt@copies")) == 1
+            # room for two states of its own and nothing else
+            size = node.store.used_bytes * 11 // 10
+            node.store.limit_bytes = node.store._files._limit_bytes = size
+        await save(cluster, 2)
+        for node in cluster.nodes:
+            assert node.store.snapshots("gpt@copies") == ()
+            node.store.limit_bytes = node.store._files._limit_bytes = node.store.used_bytes
+        await cluster.check(states(2))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(kept[0].run)
+            with trio.fail_after(20):
+                while "bytes needed on node node0" not in (kept[0].status(JOB)["failure"] or ""):
+                    await cluster.nodes[0].table.changed.wait()
+            nursery.cancel_scope.cancel()
+        assert kept[0].survives(JOB) == 0
+        assert not kept[0].status(JOB)["is_complete"]
+        await cluster.check(states(2))
+
+    trio.run(main)
+
+
 @pytest.mark.parametrize("gone", [(0,), (1, 2), (3, 0)])
 def test_what_two_nodes_had_is_taken_from_copies(cluster, gone):
     async def main():
