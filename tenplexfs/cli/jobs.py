@@ -154,8 +154,10 @@ def show_jobs(jobs: list[control_pb2.Job]) -> None:
         mesh = ",".join(f"{axis}={size}" for axis, size in job["mesh"].items())
         nodes = " ".join(f"{node}:{','.join(map(str, ranks))}" for node, ranks in job["nodes"].items())
         step = "-" if job["step"] is None else job["step"]
-        rows.append((job["name"], job["state"], job["generation"], step, mesh or "explicit", nodes))
-    show.table(["job", "state", "generation", "step", "mesh", "nodes"], rows, numbers=(2, 3))
+        losses = "-" if job["step"] is None else job["survives_node_losses"]
+        rows.append((job["name"], job["state"], job["generation"], step, losses, mesh or "explicit", nodes))
+    head = ["job", "state", "generation", "step", "survives losses", "mesh", "nodes"]
+    show.table(head, rows, numbers=(2, 3, 4))
     for job in jobs:
         if job.message:
             typer.echo(f"{job.name} is {job.state}: {job.message}")
