@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from google.protobuf.message import Message
 
 from tenplexfs._pb import local_pb2, peer_pb2, registry_pb2
 from tenplexfs.daemon.config import DEFAULT_ROOT_STORE, Config, etcd_address
+from tenplexfs.daemon.joining import join
 from tenplexfs.errors import TenplexError, UnavailableError
 from tenplexfs.formats.text import bytes_text
 from tenplexfs.fuse.hang import hangs
@@ -35,6 +37,7 @@ from tenplexfs.rpc.tls import Access, Identity, read_token
 __all__ = ["Finding", "examine"]
 
 _CALL_S = 3.0
+_JOIN_S = 2.0
 _SOON_DAYS = 30
 _ALERTS = {
     "UNKNOWN_CA": "it does not trust the authority of this node's certificate",
@@ -72,6 +75,13 @@ def examine(config: Config) -> Iterator[Finding]:
     yield _listen(config, pid)
     access, findings = _access(config)
     yield from findings
+    if config.join is not None:
+        try:
+            config = trio.run(partial(join, config, access, patience_s=_JOIN_S))
+            yield Finding("join", "ok", f"{config.join}: knows {', '.join(config.peers) or 'no other node'}")
+        except TenplexError as error:
+            yield Finding("join", "broken", error.message)
+            return
     for node, address in config.peers.items():
         yield _peer(node, address, access)
     yield _registry(config, access, pid)

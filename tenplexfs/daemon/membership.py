@@ -63,21 +63,26 @@ class Members:
 
     async def list(self, request: members_pb2.ListNodesRequest) -> members_pb2.ListNodesReply:
         """Returns every node that is known or should hold something, by name."""
+        jobs = {job: (shown, self._view.job(job)) for job, shown in self._member.shown().items()}
+        sole = {}
+        for job, (shown, message) in jobs.items():
+            if not message.survives_node_losses:  # else nothing is anywhere alone; copies are kept elsewhere
+                sole[job] = await self._compute(sole_copies, shown.view.layout_json)
         living, endpoints = self._living.nodes(), self._nodes.endpoints()
+        having = {NodeName(name) for _, message in jobs.values() for name in message.nodes}
         found = {
             name: members_pb2.Node(name=name, endpoint=endpoints.get(name, ""))
-            for name in sorted({*endpoints, *living, *self.busy()})
+            for name in sorted({*endpoints, *living, *self.busy(), *having})
         }
         for info in living.values():
             node = found[info.node]
             node.endpoint, node.incarnation, node.version = info.endpoint, info.incarnation, info.version
-        for job, shown in self._member.shown().items():
-            sole = await self._compute(sole_copies, shown.view.layout_json)
-            for name, ranks in shown.view.ptc.nodes.items():
-                if ranks:
+        for job, (_, message) in jobs.items():
+            for name, held in message.nodes.items():
+                if held.ranks:
                     node = found[NodeName(name)]
-                    node.ranks[job].ranks.extend(ranks)
-                    node.sole_bytes[job] = sole.get(NodeName(name), 0)
+                    node.ranks[job].CopyFrom(held)
+                    node.sole_bytes[job] = sole.get(job, {}).get(NodeName(name), 0)
         for name, node in found.items():
             node.state = "living" if name in living else "lost" if self._is_missed(name) else "known"
             node.registry = name == self._config.registry

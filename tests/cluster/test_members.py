@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tenplexfs.cli.client import Daemon as Client
 from tests.cluster.daemons import COMMAND, Daemon, Daemons, check, free_port, until
 from tests.cluster.test_daemons import WHOLE, load, prepare
 from tests.cluster.test_save import all_do, ranks
@@ -31,7 +32,8 @@ def three(tmp_path: Path) -> Iterator[Daemons]:
 
 
 def states(node: Daemon) -> dict[str, str]:
-    return {each["name"]: each["state"] for each in node.ok("node", "list")["nodes"]}
+    with Client(str(node.socket)) as client:
+        return {each.name: each.state for each in client.nodes().nodes}
 
 
 def row(node: Daemon, name: str) -> dict[str, Any]:
@@ -148,6 +150,11 @@ def test_daemons_that_join_by_one_of_them_or_by_a_name(tmp_path):
         others[0].ok("reconfigure", "gpt", "--mesh", "tp=2", "--nodes", "node1:2,node2:2")
         for node in (seed, *others):
             check(node.mount, "gpt", WHOLE)
+        for node in others:
+            command = [*COMMAND, "--json", "doctor", *node.arguments]
+            found = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+            verdicts = {each["what"]: (each["verdict"], each["message"]) for each in found["findings"]}
+            assert verdicts["join"][0] == verdicts["registry"][0] == verdicts["peer node0"][0] == "ok"
         assert others[1].stop() < 5
         others[1].start()
         others[1].wait()
