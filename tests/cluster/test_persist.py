@@ -1,4 +1,4 @@
-"""Steps that are persisted, read by safetensors' own reader, and given back at other layouts, through kills."""
+"""Steps that are persisted: read by safetensors' reader, given back at other layouts, through kills."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ import os
 import shutil
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import obstore
 import pytest
+from obstore.store import S3Store
 
 import tenplexfs
-from tests.cluster.daemons import Daemon, Daemons, check, until
+from tenplexfs.client.session import run_name
+from tenplexfs.core.snapshot import JobName
+from tenplexfs.runtime.saving import Saves
+from tests.cluster.daemons import Daemon, Daemons, check, free_port, until
 from tests.runtime.cluster import write_safetensors
 
 safe = pytest.importorskip("safetensors.numpy")
@@ -191,3 +198,97 @@ def test_steps_are_persisted_pruned_gone_back_to_and_restored_elsewhere(two, tmp
         assert (status, "checksum" in content["error"]["message"]) == (1, True), content
         assert lone.job()["generation"] == 2
         check(lone.mount, "gpt", whole(22))
+
+
+def test_a_persist_that_fails_is_tried_again_and_goes_on_after_a_kill(two, tmp_path):
+    place = tmp_path / "place"
+    job = Job(two, {"to": str(place), "every": 1, "keep": 2})
+    job.load(0)
+    job.until_persisted(0)
+    job.save(1)
+    job.until_persisted(1)
+    # Where a file of node1 should be is something else; the txid of a save follows from its step and run.
+    txid = Saves.txid(JobName("gpt"), job.first.job()["generation"], 2, run_name())
+    obstacle = place / f"gpt/000000000002.1.{txid}/model/00002-0.safetensors"
+    (obstacle / "in the way").mkdir(parents=True)
+    job.save(2)
+    until(lambda: "00002-0.safetensors" in (job.status()["failure"] or ""))
+    status = job.status()
+    assert (status["last_step"], status["by"]) == (1, "node0")
+    check(two.nodes[1].mount, "gpt", whole(2))  # which holds nobody up
+    (first,) = obstacle.parent.glob("00000-*")
+    time_ns = first.stat().st_mtime_ns
+    for node in two.nodes:
+        node.kill()
+    shutil.rmtree(obstacle)
+    for node in two.nodes:
+        node.start()
+    for node in two.nodes:
+        node.wait()
+    until(lambda: 2 in persisted(place / "gpt"))
+    job.until_persisted(2)
+    same(assembled(persisted(place / "gpt")[2]), 2)
+    assert first.stat().st_mtime_ns == time_ns  # what was there was not sent again
+    assert sorted(persisted(place / "gpt")) == [1, 2]
+
+
+@contextmanager
+def moto(port: int) -> Iterator[str]:
+    """An S3 server with an empty bucket."""
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment) as process:
+        endpoint = f"http://127.0.0.1:{port}"
+
+        def made() -> bool:
+            request = urllib.request.Request(f"{endpoint}/bucket", method="PUT")
+            try:
+                urllib.request.urlopen(request, timeout=10).close()
+            except OSError:
+                return False
+            return True
+
+        try:
+            until(made)
+            yield endpoint
+        finally:
+            process.kill()
+
+
+def test_an_object_store_that_goes_away_and_jobs_that_are_made_of_it_at_the_start(tmp_path, monkeypatch):
+    port = free_port()
+    secret = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
+    for name, value in {
+        **secret,
+        "AWS_ENDPOINT": f"http://127.0.0.1:{port}",
+        "AWS_ALLOW_HTTP": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with Daemons(tmp_path, 2, memory="256MiB") as daemons:
+        job = Job(daemons, {"to": "s3://bucket/runs", "every": 1, "keep": 2})
+        with moto(port):
+            job.load(3)
+            job.until_persisted(3)
+        job.save(4)
+        until(lambda: job.status()["failure"] is not None)
+        check(daemons.nodes[1].mount, "gpt", whole(4))
+        for node in daemons.nodes:
+            assert node.ok("job", "show", "gpt")["state"] == "ready"
+        with moto(port):  # another one: nothing is there
+            job.until_persisted(4)
+            store = S3Store("bucket", client_options={"allow_http": True})
+            found = [entry["path"] for part in obstore.list(store, "runs") for entry in part]
+            (name,) = (each for each in found if each.endswith("/00003-0.safetensors"))
+            data = obstore.get(store, name).bytes()
+            assert safe.load(bytes(data))["m"].tobytes() == held(3, 4)["m"].tobytes()
+            for node in daemons.nodes:
+                node.kill()
+                shutil.rmtree(node.store)
+            (tmp_path / "new").mkdir()
+            with Daemons(tmp_path / "new", 2, memory="256MiB", restore_from="s3://bucket/runs") as others:
+                first, second = others.nodes
+                until(lambda: (second.mount / "gpt/full/w.npy").exists())
+                check(second.mount, "gpt", whole(4))
+                assert (first.job()["step"], first.job()["generation"]) == (4, 1)
+                assert tenplexfs.load(second.mount / "gpt/model/3")["rank"] == 3
+                assert first.ok("job", "show", "gpt")["settings"]["persist"]["to"] == "s3://bucket/runs"
