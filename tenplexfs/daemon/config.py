@@ -17,6 +17,7 @@ from pathlib import Path
 from tenplexfs.core.hostlist import expand_hostlist
 from tenplexfs.core.snapshot import NodeName, check_node_name
 from tenplexfs.errors import TenplexError, UsageError
+from tenplexfs.storage.places import check_url
 
 __all__ = [
     "DEFAULT_ROOT_STORE",
@@ -274,7 +275,7 @@ def _complete(settings: _Settings, environ: Mapping[str, str]) -> Config:
         retain_s=settings.seconds("retain", 600.0),
         spill=None if spill is None else Path(spill),
         window_bytes=parse_size(settings.text("window") or "1GiB", of_bytes=_memory_bytes()),
-        restore_from=settings.text("restore_from"),
+        restore_from=_place(settings.text("restore_from")),
         allow_other=settings.switch("allow_other", default=False),
         tls=None if tls is None else Path(tls),
         token_file=None if token_file is None else Path(token_file),
@@ -282,6 +283,16 @@ def _complete(settings: _Settings, environ: Mapping[str, str]) -> Config:
         advertise=_address("advertise", settings.text("advertise") or _reachable(listen)),
         join=join,
     )
+
+
+def _place(text: str | None) -> str | None:
+    """Returns where persisted jobs are, as a URL or an absolute path."""
+    if text is None:
+        return None
+    try:
+        return check_url(text if "://" in text else str(Path(text).absolute()))
+    except TenplexError as error:
+        raise UsageError(f"restore_from {error.message}") from error
 
 
 def parse_size(text: str, *, of_bytes: int) -> int:

@@ -38,7 +38,7 @@ from tenplexfs.runtime.restoring import (
 )
 from tenplexfs.runtime.staging import ScatterFactory
 from tenplexfs.runtime.switching import mute
-from tenplexfs.storage.places import Place, check_url
+from tenplexfs.storage.places import Place
 
 __all__ = ["Keeping", "Restore"]
 
@@ -125,7 +125,7 @@ class Keeping:
             nursery.start_soon(self._persister.run)
             nursery.start_soon(self._replicas.run)
             if self._restore_from is not None:
-                nursery.start_soon(self._restore_new, check_url(self._restore_from))
+                nursery.start_soon(self._restore_new, self._restore_from)
 
     def status(self, job: JobName) -> Mapping[str, object]:
         """Returns what ``status.json`` says of it."""
@@ -212,7 +212,7 @@ class Keeping:
             try:
                 names = await trio.to_thread.run_sync(Place(url).directories, abandon_on_cancel=True)
                 for name in names:
-                    await self._restore_if_new(check_job_name(name), url)
+                    await self._restore_if_new(name, url)
             except PreconditionError:  # another node was quicker
                 await trio.sleep(wait_s)
                 continue
@@ -225,7 +225,13 @@ class Keeping:
                 continue
             return
 
-    async def _restore_if_new(self, job: JobName, url: str) -> None:
+    async def _restore_if_new(self, name: str, url: str) -> None:
+        try:
+            job = check_job_name(name)
+            await trio.to_thread.run_sync(find_step, f"{url}/{name}", job, None)
+        except (InvalidError, NotFoundError) as error:
+            log.info("restoring from %s: %s is no job: %s", url, name, error)
+            return
         head = self._table.heads().get(job)
         if head is None or head.snapshot.step is None:
             made = await self.restore(Restore(job, url, only_new=True), mute)

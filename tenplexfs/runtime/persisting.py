@@ -330,7 +330,12 @@ def _finish(
     step.put(LAYOUT, layout_json)
     step.put(VALUES, values)
     for each in checkpoint.files:
-        if (size := step.size(each.name)) != each.nbytes:
+        size = step.size(each.name)
+        if size is None:
+            raise NotFoundError(
+                f"{step.url}/{each.name}: was written, and is not there: share it on all nodes"
+            )
+        if size != each.nbytes:
             raise CorruptError(f"{step.url}/{each.name}: has {size} bytes, should have {each.nbytes}")
     step.put(MANIFEST, checkpoint.encode())
 
