@@ -17,7 +17,6 @@ from pathlib import Path
 from tenplexfs.core.hostlist import expand_hostlist
 from tenplexfs.core.snapshot import NodeName, check_node_name
 from tenplexfs.errors import TenplexError, UsageError
-from tenplexfs.storage.places import check_url
 
 __all__ = [
     "DEFAULT_ROOT_STORE",
@@ -289,6 +288,9 @@ def _place(text: str | None) -> str | None:
     """Returns where persisted jobs are, as a URL or an absolute path."""
     if text is None:
         return None
+    # Imported here: every command reads this module, and should start at once.
+    from tenplexfs.storage.places import check_url
+
     try:
         return check_url(text if "://" in text else str(Path(text).absolute()))
     except TenplexError as error:
