@@ -7,7 +7,7 @@ import logging
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -23,7 +23,9 @@ from tenplexfs.errors import (
 from tenplexfs.rpc import bulk
 from tenplexfs.rpc.handlers import RangesHandler
 from tenplexfs.rpc.sending import messages_of
+from tenplexfs.rpc.turns import Turns
 from tenplexfs.rpc.wire import MAX_ENCODED_BYTES, FetchRequest
+from tenplexfs.runtime.protocols import ArraySource, GrowingArrays
 
 __all__ = ["BulkServer"]
 
@@ -72,6 +74,7 @@ class BulkServer:
         except OSError as error:
             raise ExistsError(f"data port {host}:{port}: cannot be bound: {error.strerror}") from error
         self.port: int = self._listener.getsockname()[1]
+        self._turns = Turns()
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._acceptor = threading.Thread(target=self._accept, name="bulk", daemon=True)
@@ -165,10 +168,18 @@ class BulkServer:
             return False
         data = bytes(bulk.receive(sock, length, _patience(_STALL_S)))
         try:
-            for message in self._messages(data):
-                kind = bulk.DATA if message else bulk.PULSE
-                head = bulk.HEADER.pack(kind, len(message), xxh3_64_intdigest(message))
-                bulk.send(sock, head, message, _patience(_STALL_S))
+            request = FetchRequest.decode(data)
+            with (
+                self._handler.open_arrays(request.job, request.txid) as arrays,
+                self._turns.stream(
+                    sock.fileno(), request, are_whole=not isinstance(arrays, GrowingArrays)
+                ) as sent,
+            ):
+                for message in messages_of(arrays, request):
+                    kind = bulk.DATA if message else bulk.PULSE
+                    head = bulk.HEADER.pack(kind, len(message), xxh3_64_intdigest(message))
+                    bulk.send(sock, head, message, _patience(_STALL_S))
+                    sent(len(message))
         except _GoneError:
             raise
         except TenplexError as error:
@@ -179,11 +190,6 @@ class BulkServer:
             self._refuse(sock, TenplexError(f"internal error: {kind_of}; the daemon's log has more"))
         return True
 
-    def _messages(self, data: bytes) -> Iterator[bytes | memoryview]:
-        request = FetchRequest.decode(data)
-        with self._handler.open_arrays(request.job, request.txid) as arrays:
-            yield from messages_of(arrays, request)
-
     def _refuse(self, sock: socket.socket, error: TenplexError) -> None:
         body = bulk.encode_error(error)
         bulk.send(sock, bulk.HEADER.pack(bulk.ERROR, len(body), xxh3_64_intdigest(body)), body, _patience(5))
@@ -191,6 +197,10 @@ class BulkServer:
 
 class _GoneError(UnavailableError):
     """The caller is away, so that nobody hears why."""
+
+
+def _are_whole(arrays: ArraySource) -> bool:
+    return not isinstance(arrays, GrowingArrays)
 
 
 def _wait() -> None:

@@ -45,7 +45,7 @@ _RELAY_PATIENCE_S = 5.0  # with a node that does not answer; a holder is asked t
 _RELAY_START_S = 20.0  # until a node has begun to make its part
 _LATE = (NotFoundError, StaleError, UnavailableError, TimedOutError, CorruptError)
 _COPIERS = 2
-_HELD_BYTES = 24 << 20  # by one call: its window of 16 MiB, and the messages that are under way
+_HELD_BYTES = 4 << 20  # by one call: a message, and what the kernel and Python hold of the next ones
 MAX_BYTES = 256 << 20
 _SLOWEST_BYTES_PER_S = 4e6
 
