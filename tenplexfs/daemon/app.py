@@ -208,6 +208,7 @@ async def _start(
         client=client,
         scatter=Scatter,
         datasets=datasets,
+        living=living.nodes,
         clock_ns=time.time_ns,
     )
     view.keeping = keeping

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import trio
 
-from tenplexfs.core.snapshot import Head, JobName, check_job_name
+from tenplexfs.core.snapshot import Head, JobName, NodeName, check_job_name
 from tenplexfs.daemon.config import Config
 from tenplexfs.daemon.node_calls import Nodes
 from tenplexfs.errors import InvalidError, NotFoundError, PreconditionError, TenplexError
@@ -87,6 +87,7 @@ class Keeping:
         client: PeerReader,
         scatter: ScatterFactory,
         datasets: Datasets,
+        living: Callable[[], Collection[NodeName]],
         clock_ns: Callable[[], int],
     ) -> None:
         self._restore_from = config.restore_from
@@ -115,6 +116,7 @@ class Keeping:
             compute=compute,
             peers=client,
             scatter=scatter,
+            living=living,
             clock_ns=clock_ns,
         )
         member.relieve_also(self._replicas.relieve)

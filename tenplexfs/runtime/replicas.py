@@ -115,7 +115,11 @@ class _State:
 
 
 class Replicas:
-    """The copies that this node keeps."""
+    """The copies that this node keeps, and what losses jobs survive.
+
+    Args:
+        living: The nodes that the registry says are alive; none while it has said nothing.
+    """
 
     def __init__(
         self,
@@ -126,6 +130,7 @@ class Replicas:
         compute: Compute,
         peers: PeerReader,
         scatter: ScatterFactory,
+        living: Callable[[], Collection[NodeName]],
         clock_ns: Callable[[], int],
     ) -> None:
         self._member = member
@@ -135,20 +140,18 @@ class Replicas:
         self._compute = compute
         self._peers = peers
         self._scatter = scatter
+        self._living = living
         self._clock_ns = clock_ns
         self._states: dict[JobName, _State] = {}
 
     # What others ask about.
 
     def survives(self, job: JobName) -> int | None:
-        """Returns how many node losses the newest snapshot survives now, or None where nothing is copied."""
+        """Returns how many node losses the newest snapshot survives now, or None where its layout says it."""
         shown, state = self._member.shown().get(job), self._states.get(job)
-        if shown is None or state is None or not replicas_of(shown.settings_json):
-            return None
-        known = state.survives
-        if known is None or known[0] != shown.head.snapshot.txid:  # nothing is complete yet
-            return shown.survives_node_losses
-        return known[1]
+        known = state.survives if state is not None else None
+        # Of another snapshot nothing is known yet: nothing is copied.
+        return known[1] if known is not None and shown and known[0] == shown.head.snapshot.txid else None
 
     def status(self, job: JobName) -> Mapping[str, object] | None:
         """Returns what ``status.json`` says, or None where nothing is copied."""
@@ -176,7 +179,7 @@ class Replicas:
                 changed = self._table.changed
                 wait_s = _SETTLED_S
                 for job, shown in list(self._member.shown().items()):
-                    if not replicas_of(shown.settings_json) or shown.head.snapshot.step is None:
+                    if shown.head.snapshot.step is None:
                         continue
                     state = self._states.setdefault(job, _State())
                     if state.running is None and trio.current_time() >= state.next_s:
@@ -214,6 +217,9 @@ class Replicas:
         """Does what there is to do; returns whether every node of the job has its set."""
         snapshot, nodes = shown.head.snapshot, shown.head.nodes
         count = replicas_of(shown.settings_json)
+        if not count:
+            await self._count_living(shown, state)
+            return True
         # What is whole nowhere any more is of no use but for what did not change since then.
         await self._drop_all(job, self._useless(job)[:-1])
         owners = owners_of(nodes, self._member.node, count)
@@ -228,10 +234,7 @@ class Replicas:
         stock = await take_stock(self._calls, nodes, job)
         having = having_of(snapshot, stock)
         keepers = {node: frozenset(each for each in having if node in having[each]) for node in nodes}
-        number = await self._compute(survives_with, shown.view.layout_json, keepers)
-        if state.survives != (snapshot.txid, number):
-            state.survives = snapshot.txid, number
-            self._table.touch()
+        await self._count(shown, state, keepers)
         if failure is not None:
             raise failure
         wanted = {node: owners_of(nodes, node, count) for node in nodes}
@@ -239,6 +242,25 @@ class Replicas:
             return False
         await self._drop_all(job, [each for each in self._sets(job) if each.id != snapshot])
         return True
+
+    async def _count_living(self, shown: Shown, state: _State) -> None:
+        """Takes note of what a job without copies survives, where a node of it is missed."""
+        living = self._living()
+        missed = {*shown.head.nodes} - {*living} if living else set[NodeName]()
+        if missed:
+            await self._count(shown, state, {node: {node} - missed for node in shown.head.nodes})
+        elif state.survives is not None:
+            state.survives = None
+            self._table.touch()
+
+    async def _count(
+        self, shown: Shown, state: _State, keepers: Mapping[NodeName, Collection[NodeName]]
+    ) -> None:
+        number = await self._compute(survives_with, shown.view.layout_json, keepers)
+        found = shown.head.snapshot.txid, number
+        if state.survives != found:
+            state.survives = found
+            self._table.touch()
 
     async def _bring_up(self, job: JobName, snapshot: SnapshotId, owners: tuple[NodeName, ...]) -> None:
         mine = {each.id.txid: each for each in self._store.snapshots(job)}.get(snapshot.txid)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import trio
+import trio.testing
 
 from tenplexfs.core.snapshot import NodeName
 from tenplexfs.errors import UnavailableError
@@ -31,10 +32,11 @@ def cluster(tmp_path):
     made.close()
 
 
-async def start(cluster: Cluster, **settings: object) -> list[Replicas]:
-    await cluster.nodes[0].coordinator.create(
-        JOB, layout_json(nodes=SPREAD), json.dumps(settings, sort_keys=True).encode()
-    )
+async def start(
+    cluster: Cluster, *, nodes: object = SPREAD, mesh: object = None, **settings: object
+) -> list[Replicas]:
+    layout = layout_json(nodes=nodes, **({"mesh": mesh} if mesh else {}))
+    await cluster.nodes[0].coordinator.create(JOB, layout, json.dumps(settings, sort_keys=True).encode())
     kept = []
     for node in cluster.nodes:
         node.coordinator.recovery.beyond = Ladder(cluster.calls, inline, lambda: list(cluster.calls.nodes))
@@ -45,6 +47,7 @@ async def start(cluster: Cluster, **settings: object) -> list[Replicas]:
             compute=inline,
             peers=cluster.peers,
             scatter=Scatter,
+            living=lambda: list(cluster.calls.nodes),
             clock_ns=lambda: 7,
         )
         node.member.relieve_also(keeper.relieve)
@@ -127,6 +130,28 @@ def test_copies_go_round(cluster):
         for node in cluster.nodes:
             await node.member.sweep()
             assert node.store.snapshots() == ()
+
+    trio.run(main)
+
+
+def test_a_job_without_copies_survives_less_when_a_node_is_missed(cluster):
+    async def main():
+        spread = {"node0": [0, 1, 2, 3], "node1": [4, 5, 6, 7]}
+        kept = await start(cluster, mesh={"dp": 2, "pp": 2, "tp": 2}, nodes=spread)
+        await save(cluster, 1)
+        node, keeper = cluster.nodes[0], kept[0]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(keeper.run)
+            await trio.testing.wait_all_tasks_blocked()
+            assert (keeper.survives(JOB), node.member.shown()[JOB].survives_node_losses) == (None, 1)
+            lose(cluster, 1)
+            with trio.fail_after(20):
+                changed = node.table.changed
+                node.table.touch()
+                while keeper.survives(JOB) != 0:
+                    changed = node.table.changed
+                    await changed.wait()
+            nursery.cancel_scope.cancel()
 
     trio.run(main)
 
