@@ -18,11 +18,11 @@ from tenplexfs.formats.dataset_settings import datasets_back
 from tenplexfs.formats.keep_settings import persist_of
 from tenplexfs.formats.lineage import branch_off, is_past_of, with_past_of
 from tenplexfs.runtime.compute import Compute
+from tenplexfs.runtime.copying import having_of, layout_with
 from tenplexfs.runtime.going_back import InventoryCalls, take_stock
 from tenplexfs.runtime.orders import Description, StoredPart
 from tenplexfs.runtime.planning import Resolved, expand, plan_summary
 from tenplexfs.runtime.recovery import Found
-from tenplexfs.runtime.replicas import having_of, layout_with
 from tenplexfs.runtime.restoring import own_steps, settings_with, state_of
 from tenplexfs.runtime.snapshot import rank_nodes
 from tenplexfs.runtime.switching import Base

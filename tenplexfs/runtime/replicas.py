@@ -19,28 +19,31 @@ from typing import Protocol
 
 import trio
 
-from tenplexfs.core.build import build_ptc
-from tenplexfs.core.copies import survives
-from tenplexfs.core.node_part import Target
 from tenplexfs.core.snapshot import JobName, NodeName, SnapshotId, TxId, copies_of
-from tenplexfs.errors import CorruptError, NoRoomError, NotFoundError, TenplexError
+from tenplexfs.errors import NoRoomError, NotFoundError, TenplexError
 from tenplexfs.formats import npy
 from tenplexfs.formats.keep_settings import replicas_of
-from tenplexfs.formats.layout_json import layout_text, parse_layout
 from tenplexfs.runtime.array_sums import decode_array_sums, owners_in
 from tenplexfs.runtime.compute import Compute
+from tenplexfs.runtime.copying import (
+    check_sums,
+    copying,
+    having_of,
+    owners_of,
+    shared,
+    survives_with,
+    unchanged,
+)
 from tenplexfs.runtime.going_back import InventoryCalls, take_stock
 from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.member import Member
-from tenplexfs.runtime.orders import StoredPart
 from tenplexfs.runtime.past import Shown, job_memory_bytes
-from tenplexfs.runtime.planning import StagePart, stage_part
+from tenplexfs.runtime.planning import StagePart
 from tenplexfs.runtime.protocols import PeerReader
 from tenplexfs.runtime.staging import Base, ScatterFactory, Staging
 from tenplexfs.storage.store import ArrayRef, Key, StoredSnapshot
-from tenplexfs.storage.sums import piece_boxes
 
-__all__ = ["ReplicaCalls", "Replicas", "layout_with", "owners_of"]
+__all__ = ["ReplicaCalls", "Replicas"]
 
 log = logging.getLogger(__name__)
 
@@ -54,54 +57,6 @@ class ReplicaCalls(InventoryCalls, Protocol):
     async def sums(self, node: NodeName, job: JobName, txid: TxId) -> bytes:
         """Returns the sums of the arrays that the node stores of a snapshot."""
         ...
-
-
-def owners_of(nodes: Sequence[NodeName], node: NodeName, count: int) -> tuple[NodeName, ...]:
-    """Returns the nodes whose state ``node`` keeps: the ``count`` before it, round.
-
-    >>> owners_of(["a", "b", "c"], "a", 1), owners_of(["a", "b", "c"], "b", 5)
-    (('c',), ('a', 'c'))
-    """
-    if node not in nodes:
-        return ()
-    at = nodes.index(node)
-    return tuple(nodes[at - turn] for turn in range(1, min(count, len(nodes) - 1) + 1))
-
-
-def layout_with(layout_json: bytes, node: NodeName, owners: Collection[NodeName]) -> bytes:
-    """Returns the layout in which ``node`` has the ranks of ``owners`` too. For the process of `compute`."""
-    layout = parse_layout(layout_json)
-    ranks = dict(layout.nodes)
-    own = tuple(sorted(rank for each in (node, *owners) for rank in ranks.get(each, ())))
-    moved = tuple((each, own if each == node else held) for each, held in layout.nodes if each not in owners)
-    return layout_text(replace(layout, nodes=moved))
-
-
-@dataclass(frozen=True)
-class _Copying:
-    """What a node does to have copies.
-
-    Attributes:
-        owner_of: Of each rank whose arrays are copied, the node.
-    """
-
-    layout_json: bytes
-    part: StagePart
-    owner_of: Mapping[int, NodeName]
-
-
-def copying(layout_json: bytes, node: NodeName, owners: tuple[NodeName, ...]) -> _Copying:
-    """Returns how ``node`` comes to have what ``owners`` have. For the process of `compute`."""
-    together = layout_with(layout_json, node, owners)
-    ptc = build_ptc(parse_layout(layout_json))
-    owner_of = {rank: owner for owner in owners for rank in ptc.nodes[owner]}
-    return _Copying(together, stage_part(layout_json, together, (), (), node), owner_of)
-
-
-def survives_with(layout_json: bytes, keepers: Mapping[NodeName, Collection[NodeName]]) -> int:
-    """Returns how many nodes may be lost; see `core.copies.survives`. For the process of `compute`."""
-    having = {str(node): each for node, each in keepers.items()}
-    return survives(build_ptc(parse_layout(layout_json)), having)
 
 
 @dataclass
@@ -278,8 +233,8 @@ class Replicas:
             refs = dict(mine.arrays)
             for before in self._sets(job)[-1:]:
                 stack.enter_context(self._store.arrays(before))  # so that its files stay
-                refs |= _unchanged(before, made, sums)
-            part = replace(made.part, part=replace(made.part.part, targets=_shared(made, refs)))
+                refs |= unchanged(before, made, sums)
+            part = replace(made.part, part=replace(made.part.part, targets=shared(made, refs)))
             self._check_room(job, part, refs, mine.settings_json)
             ingest = self._store.ingest(
                 copies_of(job),
@@ -295,7 +250,7 @@ class Replicas:
             finally:
                 with trio.CancelScope(shield=True):
                     await trio.to_thread.run_sync(ingest.drop)
-        _check_sums(self._sets(job, committed=False)[-1], made, sums)
+        check_sums(self._sets(job, committed=False)[-1], made, sums)
         await trio.to_thread.run_sync(self._store.commit, copies_of(job), snapshot.txid)
         log.info("job %s: has copies of %s at %s", job, ", ".join(owners), snapshot)
 
@@ -352,61 +307,6 @@ class Replicas:
             await trio.to_thread.run_sync(self._store.drop, each.job, each.id.txid)
         if sets:
             self._table.touch()
-
-
-def having_of(
-    snapshot: SnapshotId, stock: Mapping[NodeName, Sequence[StoredPart]]
-) -> dict[NodeName, frozenset[NodeName]]:
-    """Returns, of each node that answered, the nodes whose parts of ``snapshot`` it has, its own too."""
-    having: dict[NodeName, frozenset[NodeName]] = {}
-    for node, parts in stock.items():
-        of = [part.copies_of or (node,) for part in parts if part.snapshot == snapshot and part.committed]
-        having[node] = frozenset(each for names in of for each in names)
-    return having
-
-
-def _plain(name: str) -> JobName:
-    return JobName(name.partition("@")[0])
-
-
-def _unchanged(
-    before: StoredSnapshot, made: _Copying, sums: Mapping[Key, tuple[int, ...]]
-) -> dict[Key, ArrayRef]:
-    """Returns the arrays of an earlier set that are what they should be now, by their sums."""
-    found: dict[Key, ArrayRef] = {}
-    for target in made.part.part.targets:
-        boxes = piece_boxes(target.shard)
-        for key in target.keys:
-            ref = before.arrays.get(key)
-            if key[0] not in made.owner_of or ref is None or sums.get(key) != ref.sums:
-                continue
-            if (ref.shape, ref.dtype, ref.boxes) == (target.shard.local_shape, target.dtype, boxes):
-                found[key] = ref
-    return found
-
-
-def _shared(made: _Copying, refs: Mapping[Key, ArrayRef]) -> tuple[Target, ...]:
-    """Returns the targets; those that ``refs`` has are taken as they are, unless another copies from them."""
-    targets = made.part.part.targets
-    copied_from = {copies.target for target in targets for copies in target.copies}
-    result = []
-    for index, target in enumerate(targets):
-        key = next((key for key in target.keys if key in refs), None)
-        if target.kept_from is None and key is not None and index not in copied_from:
-            result.append(replace(target, kept_from=key, moves=(), copies=()))
-        else:
-            result.append(target)
-    return tuple(result)
-
-
-def _check_sums(stored: StoredSnapshot, made: _Copying, sums: Mapping[Key, tuple[int, ...]]) -> None:
-    """Refuses copies that are not what their owners have."""
-    for key, ref in stored.arrays.items():
-        if key[0] in made.owner_of and sums.get(key) != ref.sums:
-            rank, path = key
-            raise CorruptError(
-                f"copy of {path} of rank {rank}: sums {ref.sums}, its owner has {sums.get(key)}"
-            )
 
 
 def _mute(done: int, total: int) -> None:

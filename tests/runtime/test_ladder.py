@@ -16,9 +16,10 @@ from tenplexfs.core.snapshot import NodeName
 from tenplexfs.errors import UnavailableError
 from tenplexfs.rpc.ranges import Scatter
 from tenplexfs.runtime.coordinator import Change
+from tenplexfs.runtime.copying import owners_of
 from tenplexfs.runtime.ladder import Ladder
 from tenplexfs.runtime.planning import Target
-from tenplexfs.runtime.replicas import Replicas, owners_of
+from tenplexfs.runtime.replicas import Replicas
 from tests.runtime.cluster import JOB, Cluster, inline, layout_json
 from tests.runtime.test_past import save, states
 
