@@ -92,10 +92,6 @@ def having_of(
     return having
 
 
-def _plain(name: str) -> JobName:
-    return JobName(name.partition("@")[0])
-
-
 def unchanged(
     before: StoredSnapshot, made: Copying, sums: Mapping[Key, tuple[int, ...]]
 ) -> dict[Key, ArrayRef]:

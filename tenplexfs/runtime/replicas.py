@@ -19,7 +19,7 @@ from typing import Protocol
 
 import trio
 
-from tenplexfs.core.snapshot import JobName, NodeName, SnapshotId, TxId, copies_of
+from tenplexfs.core.snapshot import COPIES, JobName, NodeName, SnapshotId, TxId, copies_of
 from tenplexfs.errors import NoRoomError, NotFoundError, TenplexError
 from tenplexfs.formats import npy
 from tenplexfs.formats.keep_settings import replicas_of
@@ -287,8 +287,8 @@ class Replicas:
         return any(not each.committed for each in self._store.snapshots(copies_of(job)))
 
     def _copied_jobs(self) -> set[JobName]:
-        names = {each.job for each in self._store.snapshots() if each.job == copies_of(_plain(each.job))}
-        return {*self._states, *map(_plain, names)}
+        names = {each.job for each in self._store.snapshots() if COPIES in each.job}
+        return {*self._states, *(JobName(name.removesuffix(COPIES)) for name in names)}
 
     def _sets(self, job: JobName, *, committed: bool = True) -> list[StoredSnapshot]:
         """Returns the sets that are here, the oldest first."""
