@@ -14,6 +14,7 @@ from tenplexfs.daemon.node_calls import Nodes
 from tenplexfs.errors import InvalidError, NotFoundError, PreconditionError, TenplexError
 from tenplexfs.formats.dataset_settings import plain_settings
 from tenplexfs.formats.keep_settings import persist_of
+from tenplexfs.formats.pauses import with_paused
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.coordinator import Coordinator, State
 from tenplexfs.runtime.datasets import Datasets
@@ -191,7 +192,7 @@ class Keeping:
             if asked.target is not None:
                 made = await self._compute(resolve, asked.target, layout, self._member.node)
                 layout = made.layout_json
-            await self._coordinator.create(asked.job, layout, plain_settings(then))
+            await self._coordinator.create(asked.job, layout, with_paused(plain_settings(then), None))
         elif asked.target is not None:
             raise InvalidError(f"job {asked.job}: is there, with a layout; restore it, then reconfigure it")
         await trio.to_thread.run_sync(take_indexes, found, then, self._datasets.indexes)
