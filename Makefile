@@ -71,6 +71,10 @@ demo: $(READY) $(MODEL) ## two nodes, real weights, four reconfigurations, every
 soak: $(READY) ## what is short in the tests, long: 200 kills, minutes of readers; TENPLEXFS_SEED=n
 	TENPLEXFS_KILLS=200 TENPLEXFS_SOAK_S=300 $(BIN)/pytest tests/cluster/test_crash_survival.py tests/mount/test_readers.py
 
+.PHONY: fuzz
+fuzz: $(READY) ## readers of what comes from outside, by what they cover, ten minutes; one of them: ARGS=layout
+	$(BIN)/python -m tests.fuzz.guided $(ARGS) -max_total_time=600
+
 bench-mount: $(READY) ## the mount against tmpfs and libfuse's example
 	$(BIN)/python benchmarks/bench_mount.py $(ARGS)
 

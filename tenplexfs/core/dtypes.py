@@ -47,7 +47,8 @@ def dtype_of(name: str) -> np.dtype[np.generic]:
         return EXTENDED[name]
     try:
         dtype = np.dtype(name)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, SyntaxError, MemoryError, RecursionError) as error:
+        # numpy reads what has commas or brackets as Python.
         raise InvalidError(f"dtype {name!r}: unknown") from error
     if dtype.hasobject or dtype.itemsize == 0 or dtype.kind == "V" or not dtype.isnative:
         raise InvalidError(f"dtype {name!r}: elements need a fixed size, native byte order and no objects")

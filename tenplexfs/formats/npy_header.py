@@ -137,7 +137,7 @@ def dtype_of_descr(text: str) -> np.dtype[np.generic]:
 def _dtype(descr: object) -> np.dtype[np.generic]:
     try:
         dtype: np.dtype[np.generic] = np.lib.format.descr_to_dtype(descr)  # type: ignore[arg-type]
-    except (TypeError, ValueError, IndexError, KeyError) as error:
+    except (TypeError, ValueError, IndexError, KeyError, SyntaxError) as error:
         raise InvalidError(f".npy header: unknown descr {descr!r}") from error
     if dtype.hasobject:
         raise InvalidError(f"dtype {descr!r}: objects are not read, they would run what the file says")

@@ -84,3 +84,10 @@ def test_damage_is_an_error_or_a_header(noise, at):
     except TenplexError:
         return
     assert header.data_bytes >= 0
+
+
+def test_descrs_that_numpy_itself_stumbles_over():
+    header = saved(np.zeros((2, 3), np.float32))
+    for descr in (b"',f4'", b"'(f4'", b"'<'  "):
+        with pytest.raises(InvalidError, match="unknown descr"):
+            parse_npy(header.replace(b"'<f4'", descr))
