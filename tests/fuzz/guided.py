@@ -13,15 +13,18 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import atheris
-import numpy as np
-from safetensors.numpy import save
+Target = tuple[Callable[[bytes], object], list[bytes]]
+"""What reads, and texts to begin with."""
 
-with atheris.instrument_imports(include=["tenplexfs"]):
+
+def targets() -> dict[str, Target]:
+    # Imported here, while atheris instruments; and nowhere else, for it slows them.
+    import numpy as np
+    from safetensors.numpy import save
+
     from tenplexfs.core.build import build_ptc
     from tenplexfs.core.hostlist import expand_hostlist
     from tenplexfs.daemon.job_settings import check_settings
-    from tenplexfs.errors import TenplexError
     from tenplexfs.formats import frames, manifest, safetensors
     from tenplexfs.formats.layout_json import parse_layout
     from tenplexfs.formats.npy_header import parse_npy
@@ -29,53 +32,56 @@ with atheris.instrument_imports(include=["tenplexfs"]):
     from tenplexfs.formats.values import Values, pack, unpack
     from tenplexfs.rpc.wire import FetchRequest
     from tenplexfs.runtime.protocols import Ranges
+    from tests.fuzz.test_layouts import EXPLICIT, MESHED
 
-from tests.fuzz.test_layouts import EXPLICIT, MESHED
-
-RANGES = (Ranges(0, "w", 4, np.array([[[0, 0], [2, 2]]], np.int64)),)
-LAYOUTS = [json.dumps(MESHED).encode(), json.dumps(EXPLICIT).encode()]
-ARRAY = io.BytesIO()
-np.save(ARRAY, np.zeros((2, 3), np.float32))
-AUTO = {"kind": "auto", "model": "gpt3-1.3b", "global_batch": 8, "inter_node": "100Gbit/s"}
-SETTINGS = {"keep_steps": 2, "memory": "1GiB", "parallelizer": AUTO, "webhook": "https://host/path"}
-TARGETS: dict[str, tuple[Callable[[bytes], object], list[bytes]]] = {
-    "layout": (lambda data: build_ptc(parse_layout(data)), LAYOUTS),
-    "ranges": (FetchRequest.decode, [FetchRequest("gpt", "0" * 16, 0, RANGES).encode()]),
-    "frame": (frames.decode, [frames.encode({"id": 1, "op": "load", "path": "gpt", "step": None})[4:]]),
-    "values": (unpack, [pack(Values({0: b"x"}, 7))]),
-    "manifest": (manifest.decode, [manifest.encode(manifest.Manifest("node0", "ab", ()))]),
-    "npy": (parse_npy, [ARRAY.getvalue()]),
-    "safetensors": (safetensors.parse, [save({"w": np.zeros((2, 3), np.float32), "b": np.ones(3)})]),
-    "settings": (
-        lambda data: check_settings(data.decode(errors="replace"), insecure=False),
-        [json.dumps(SETTINGS).encode()],
-    ),
-    "answer": (parse_answer, [b'{"mesh": {"tp": 2}, "keep_together": ["tp"]}', b'{"pause": "why"}']),
-    "hosts": (lambda data: expand_hostlist(data.decode(errors="replace")), [b"n[01-03,07],gpu5"]),
-}
+    array = io.BytesIO()
+    np.save(array, np.zeros((2, 3), np.float32))
+    ranges = (Ranges(0, "w", 4, np.array([[[0, 0], [2, 2]]], np.int64)),)
+    auto = {"kind": "auto", "model": "gpt3-1.3b", "global_batch": 8, "inter_node": "100Gbit/s"}
+    settings = {"keep_steps": 2, "memory": "1GiB", "parallelizer": auto, "webhook": "https://host/path"}
+    return {
+        "layout": (
+            lambda data: build_ptc(parse_layout(data)),
+            [json.dumps(each).encode() for each in (MESHED, EXPLICIT)],
+        ),
+        "ranges": (FetchRequest.decode, [FetchRequest("gpt", "0" * 16, 0, ranges).encode()]),
+        "frame": (frames.decode, [frames.encode({"id": 1, "op": "load", "path": "gpt", "step": None})[4:]]),
+        "values": (unpack, [pack(Values({0: b"x"}, 7))]),
+        "manifest": (manifest.decode, [manifest.encode(manifest.Manifest("node0", "ab", ()))]),
+        "npy": (parse_npy, [array.getvalue()]),
+        "safetensors": (safetensors.parse, [save({"w": np.zeros((2, 3), np.float32), "b": np.ones(3)})]),
+        "settings": (
+            lambda data: check_settings(data.decode(errors="replace"), insecure=False),
+            [json.dumps(settings).encode()],
+        ),
+        "answer": (parse_answer, [b'{"mesh": {"tp": 2}, "keep_together": ["tp"]}', b'{"pause": "why"}']),
+        "hosts": (lambda data: expand_hostlist(data.decode(errors="replace")), [b"n[01-03,07],gpu5"]),
+    }
 
 
 def main() -> None:
-    name, flags = (
-        (sys.argv[1], sys.argv[2:]) if sys.argv[1:2] and sys.argv[1] in TARGETS else ("", sys.argv[1:])
-    )
-    every = [*TARGETS.values()]
-    seeds = (
-        TARGETS[name][1]
-        if name
-        else [bytes([i]) + seed for i, (_, each) in enumerate(every) for seed in each]
-    )
+    import atheris
+
+    with atheris.instrument_imports(include=["tenplexfs"]):
+        found = targets()
+    from tenplexfs.errors import TenplexError
+
+    name = sys.argv[1] if sys.argv[1:2] and sys.argv[1] in found else ""
+    every = [found[name]] if name else [*found.values()]
+    prefix = [b""] if name else [bytes([number]) for number in range(len(every))]
 
     def once(data: bytes) -> None:
-        function = TARGETS[name][0] if name else every[data[0] % len(every)][0] if data else len
+        number, rest = (0, data) if name else (data[0] % len(every) if data else 0, data[1:])
         try:
-            function(data if name else data[1:])
+            every[number][0](rest)
         except TenplexError as error:
             assert "\n" not in error.message, error.message
 
     with tempfile.TemporaryDirectory() as corpus:
-        for number, seed in enumerate(seeds):
-            (Path(corpus) / str(number)).write_bytes(seed)
+        for first, (_, seeds) in zip(prefix, every, strict=True):
+            for number, seed in enumerate(seeds):
+                (Path(corpus) / f"{first.hex()}-{number}").write_bytes(first + seed)
+        flags = sys.argv[2:] if name else sys.argv[1:]
         atheris.Setup([sys.argv[0], *flags, "-rss_limit_mb=4096", "-timeout=20", corpus], once)
         atheris.Fuzz()
 
