@@ -7,6 +7,7 @@ counted is what was asked.
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -35,7 +36,8 @@ from tenplexfs.storage.samples.reader import Failure, FileRanges
 __all__ = ["Block", "Limits", "ObjectReader", "join_ranges"]
 
 _FINAL = (PermissionDeniedError, UnauthenticatedError, NotSupportedError, ValueError)
-_FINAL_STATUS = re.compile(r"status code: 4(?!08|29)\d\d")
+# "builder error": no request can be made, of an endpoint with http:// that was not allowed for one.
+_FINAL_STATUS = re.compile(r"status code: 4(?!08|29)\d\d|builder error")
 _BACKOFF_MAX_S = 5.0
 
 
@@ -206,8 +208,10 @@ class ObjectReader:
         with self._lock:
             if root not in self._stores:
                 retries: Any = {"max_retries": 0}
-                client: Any = {"allow_http": parts.scheme == "http", **self._client}
-                if "aws_endpoint" in self._config or "endpoint" in self._config:
+                client: Any = dict(self._client)
+                # Options that are given hide what the environment says; this one is needed for an endpoint.
+                may = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+                if may or parts.scheme == "http" or {"aws_endpoint", "endpoint"} & self._config.keys():
                     client["allow_http"] = True
                 try:
                     if web:
