@@ -82,6 +82,20 @@ class RestoreRequest(_message.Message):
     request_id: str
     def __init__(self, job: _Optional[str] = ..., url: _Optional[str] = ..., step: _Optional[int] = ..., layout_json: _Optional[str] = ..., mesh: _Optional[_Iterable[_Union[_control_pb2.Axis, _Mapping]]] = ..., nodes: _Optional[_Mapping[str, int]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
+class RebuildRegistryRequest(_message.Message):
+    __slots__ = ("write", "force")
+    WRITE_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    write: bool
+    force: bool
+    def __init__(self, write: _Optional[bool] = ..., force: _Optional[bool] = ...) -> None: ...
+
+class RebuildRegistryReply(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    def __init__(self, json: _Optional[str] = ...) -> None: ...
+
 class HistoryRequest(_message.Message):
     __slots__ = ("job",)
     JOB_FIELD_NUMBER: _ClassVar[int]

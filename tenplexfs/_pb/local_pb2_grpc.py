@@ -61,6 +61,11 @@ class LocalStub:
                 request_serializer=tenplexfs_dot_v1_dot_local__pb2.HistoryRequest.SerializeToString,
                 response_deserializer=tenplexfs_dot_v1_dot_local__pb2.HistoryReply.FromString,
                 _registered_method=True)
+        self.RebuildRegistry = channel.unary_unary(
+                '/tenplexfs.v1.Local/RebuildRegistry',
+                request_serializer=tenplexfs_dot_v1_dot_local__pb2.RebuildRegistryRequest.SerializeToString,
+                response_deserializer=tenplexfs_dot_v1_dot_local__pb2.RebuildRegistryReply.FromString,
+                _registered_method=True)
         self.Verify = channel.unary_stream(
                 '/tenplexfs.v1.Local/Verify',
                 request_serializer=tenplexfs_dot_v1_dot_local__pb2.VerifyRequest.SerializeToString,
@@ -109,6 +114,13 @@ class LocalServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RebuildRegistry(self, request, context):
+        """Says what the heads of a lost registry would be, by what the nodes store; writes them when told to.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Verify(self, request, context):
         """Reads every stored piece again; reports as it goes, mismatches when they are found.
         """
@@ -150,6 +162,11 @@ def add_LocalServicer_to_server(servicer, server):
                     servicer.History,
                     request_deserializer=tenplexfs_dot_v1_dot_local__pb2.HistoryRequest.FromString,
                     response_serializer=tenplexfs_dot_v1_dot_local__pb2.HistoryReply.SerializeToString,
+            ),
+            'RebuildRegistry': grpc.unary_unary_rpc_method_handler(
+                    servicer.RebuildRegistry,
+                    request_deserializer=tenplexfs_dot_v1_dot_local__pb2.RebuildRegistryRequest.FromString,
+                    response_serializer=tenplexfs_dot_v1_dot_local__pb2.RebuildRegistryReply.SerializeToString,
             ),
             'Verify': grpc.unary_stream_rpc_method_handler(
                     servicer.Verify,
@@ -298,6 +315,33 @@ class Local:
             '/tenplexfs.v1.Local/History',
             tenplexfs_dot_v1_dot_local__pb2.HistoryRequest.SerializeToString,
             tenplexfs_dot_v1_dot_local__pb2.HistoryReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RebuildRegistry(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tenplexfs.v1.Local/RebuildRegistry',
+            tenplexfs_dot_v1_dot_local__pb2.RebuildRegistryRequest.SerializeToString,
+            tenplexfs_dot_v1_dot_local__pb2.RebuildRegistryReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -16,14 +16,16 @@ class HelloRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("node", "version", "incarnation")
+    __slots__ = ("node", "version", "jobs", "incarnation")
     NODE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     node: str
     version: str
+    jobs: _containers.RepeatedScalarFieldContainer[str]
     incarnation: str
-    def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., jobs: _Optional[_Iterable[str]] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class StageRequest(_message.Message):
     __slots__ = ("job", "snapshot", "base_txid", "old_layout_json", "new_layout_json", "settings_json", "coordinator", "drop", "endpoints", "created_ns", "values", "is_save", "source", "lost", "fence", "head_txid")

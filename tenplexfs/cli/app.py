@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from tenplexfs.cli import contents, datasets, jobs, layouts, node, nodes, plans, show, steps
+from tenplexfs.cli import contents, datasets, jobs, layouts, node, nodes, plans, registry, show, steps
 from tenplexfs.cli.session import JsonOption, Session, SocketOption
 from tenplexfs.errors import TenplexError, UsageError
 
@@ -30,6 +30,7 @@ contents.register(app)
 steps.register(jobs.app)
 app.add_typer(jobs.app, name="job")
 app.add_typer(nodes.app, name="node")
+app.add_typer(registry.app, name="registry")
 app.add_typer(datasets.app, name="dataset")
 app.add_typer(layouts.app, name="layout")
 

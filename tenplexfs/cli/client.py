@@ -167,6 +167,11 @@ class Daemon:
         """Returns the steps that a job can go back to, as JSON."""
         return str(self._call("Local/History", local_pb2.HistoryRequest(job=job)).json)
 
+    def rebuild_registry(self, *, write: bool, force: bool) -> str:
+        """Returns what the heads of a lost registry would be, or are now, as JSON."""
+        request = local_pb2.RebuildRegistryRequest(write=write, force=force)
+        return str(self._call("Local/RebuildRegistry", request).json)
+
     def add_dataset(
         self, request: dataset_pb2.AddDatasetRequest, timeout_s: float | None
     ) -> Iterator[control_pb2.Progress]:

@@ -54,11 +54,14 @@ from tenplexfs.rpc.tls import Access, Identity, read_token
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.coordinator import Coordinator
 from tenplexfs.runtime.datasets import Datasets
+from tenplexfs.runtime.heads import HeadMover
 from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.leases import LeaseKeeper, LeaseTable
 from tenplexfs.runtime.living import Living
 from tenplexfs.runtime.member import Member
 from tenplexfs.runtime.namespace import Control, Namespace, StoreNumbers
+from tenplexfs.runtime.rebuilding import Rebuilder
+from tenplexfs.runtime.recovery import Recovery
 from tenplexfs.storage.directory import INDEXES, REGISTRY
 from tenplexfs.storage.registry_sqlite import SqliteRegistry
 from tenplexfs.storage.samples.recipe import make_reader
@@ -232,6 +235,14 @@ async def _start(
         ),
         nursery=nursery,
     )
+    rebuilder = Rebuilder(
+        node=config.node,
+        heads=HeadMover(registry),
+        calls=nodes,
+        compute=compute,
+        recovery=Recovery(calls=nodes, compute=compute, living=living.nodes),
+        nodes=lambda: nodes.endpoints().keys(),
+    )
     service = Service(
         config=config,
         member=member,
@@ -247,6 +258,7 @@ async def _start(
         deciding=deciding,
         nodes=nodes,
         keeping=keeping,
+        rebuilder=rebuilder,
     )
     peer = PeerService(
         member=member,

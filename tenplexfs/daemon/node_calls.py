@@ -9,7 +9,7 @@ from contextlib import aclosing
 import trio
 
 from tenplexfs._pb import members_pb2, peer_pb2
-from tenplexfs.core.snapshot import Head, JobName, NodeInfo, NodeName, SnapshotId, TxId
+from tenplexfs.core.snapshot import Head, JobName, NodeInfo, NodeName, SnapshotId, TxId, check_job_name
 from tenplexfs.core.stopping import Told
 from tenplexfs.errors import InvalidError, TenplexError
 from tenplexfs.formats.checkpoint import CheckpointFile, decode_files
@@ -159,6 +159,14 @@ class Nodes:
             reply.committed,
             reply.values,
         )
+
+    async def jobs(self, node: NodeName) -> tuple[JobName, ...]:
+        """Returns the jobs of which the node stores something."""
+        if node == self._here:
+            await trio.lowlevel.checkpoint()
+            return self.member.jobs()
+        reply = await self._client.hello(node, peer_pb2.HelloRequest(node=self._here))
+        return tuple(map(check_job_name, reply.jobs))
 
     async def inventory(self, node: NodeName, job: JobName) -> tuple[StoredPart, ...]:
         """Returns what the node stores of a job."""

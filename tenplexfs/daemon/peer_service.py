@@ -61,8 +61,9 @@ class PeerService:
 
     async def hello(self, request: peer_pb2.HelloRequest) -> peer_pb2.HelloReply:
         """Returns who this is."""
+        member = self._member
         return peer_pb2.HelloReply(
-            node=self._member.node, version=VERSION, incarnation=self._member.store.incarnation
+            node=member.node, version=VERSION, incarnation=member.store.incarnation, jobs=member.jobs()
         )
 
     async def stage(self, request: peer_pb2.StageRequest) -> AsyncIterator[peer_pb2.StageProgress]:

@@ -19,7 +19,7 @@ from tenplexfs.daemon.job_settings import check_settings
 from tenplexfs.daemon.keeping import Keeping, Restore
 from tenplexfs.daemon.node_calls import Nodes
 from tenplexfs.daemon.transactions import Transaction, Transactions
-from tenplexfs.daemon.view import VERSION, Metrics, View, progress_message
+from tenplexfs.daemon.view import VERSION, Metrics, View, progress_message, rebuilt_document
 from tenplexfs.errors import InvalidError, NotFoundError
 from tenplexfs.formats.requests import Request
 from tenplexfs.runtime.compute import Compute
@@ -30,6 +30,7 @@ from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.member import Member
 from tenplexfs.runtime.orders import Progress, Report
 from tenplexfs.runtime.planning import Target
+from tenplexfs.runtime.rebuilding import Rebuilder
 from tenplexfs.storage.places import check_url
 from tenplexfs.storage.store import Mismatch
 
@@ -56,6 +57,7 @@ class Service:
         deciding: Deciding,
         nodes: Nodes,
         keeping: Keeping,
+        rebuilder: Rebuilder,
     ) -> None:
         self._config = config
         self._member = member
@@ -71,6 +73,7 @@ class Service:
         self._deciding = deciding
         self._nodes = nodes
         self._keeping = keeping
+        self._rebuilder = rebuilder
 
     # Control
 
@@ -242,6 +245,16 @@ class Service:
         )
         async for message in self._watch(transaction):
             yield message
+
+    async def rebuild_registry(
+        self, request: local_pb2.RebuildRegistryRequest
+    ) -> local_pb2.RebuildRegistryReply:
+        """Says what the heads of a lost registry would be, and writes them when told to."""
+        survey = await self._rebuilder.survey()
+        if request.write:
+            await self._rebuilder.write(survey, force=request.force)
+        content = rebuilt_document(survey, written=request.write)
+        return local_pb2.RebuildRegistryReply(json=json.dumps(content))
 
     async def history(self, request: local_pb2.HistoryRequest) -> local_pb2.HistoryReply:
         """Returns the steps of a job that are kept or persisted."""

@@ -24,8 +24,9 @@ from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.member import Member, Shown
 from tenplexfs.runtime.orders import Progress
 from tenplexfs.runtime.past import Held
+from tenplexfs.runtime.rebuilding import Survey
 
-__all__ = ["VERSION", "Metrics", "View", "progress_message"]
+__all__ = ["VERSION", "Metrics", "View", "progress_message", "rebuilt_document"]
 
 VERSION = importlib.metadata.version("tenplexfs")
 
@@ -257,6 +258,26 @@ def _held(past: Held) -> Mapping[str, object]:
         "open_files": past.handles.files,
         "open_directories": past.handles.directories,
         "leases": past.leases,
+    }
+
+
+def rebuilt_document(survey: Survey, *, written: bool) -> dict[str, object]:
+    """Returns what ``registry rebuild --json`` prints."""
+    return {
+        "written": written,
+        "silent": list(survey.silent),
+        "jobs": [
+            {
+                "name": each.job,
+                "generation": each.head.snapshot.generation if each.head else None,
+                "step": each.head.snapshot.step if each.head else None,
+                "txid": each.head.snapshot.txid if each.head else None,
+                "nodes": list(each.head.nodes) if each.head else [],
+                "missing": list(each.missing),
+                "newer": [str(snapshot) for snapshot in each.newer],
+            }
+            for each in survey.jobs
+        ],
     }
 
 

@@ -209,6 +209,12 @@ class LocalHandler(Protocol):
         """Returns the steps of a job that are kept or persisted."""
         ...
 
+    async def rebuild_registry(
+        self, request: local_pb2.RebuildRegistryRequest
+    ) -> local_pb2.RebuildRegistryReply:
+        """Returns what the heads of a lost registry would be, or are now."""
+        ...
+
     def verify(self, request: local_pb2.VerifyRequest) -> AsyncIterator[local_pb2.VerifyReply]:
         """Yields progress, with the mismatches as they are found."""
         ...

@@ -36,6 +36,15 @@ class HeadMover:
         self._registry = registry
         self._lock_ttl_s = lock_ttl_s
 
+    async def all(self) -> dict[JobName, Head]:
+        """Returns every head as it is now.
+
+        Raises:
+            UnavailableError: The registry does not answer.
+        """
+        _, heads = await self._registry.heads()
+        return heads
+
     async def current(self, job: JobName) -> Head | None:
         """Returns the head of ``job`` as it is now, or None.
 

@@ -25,7 +25,10 @@ _POLL_S = 3.0
 _RETRY_S = 0.5
 _RETRY_MAX_S = 10.0
 _FIRST_S = 5.0
-_UNKNOWN = "the registry does not know this job; its bytes are kept until `job remove`"
+_UNKNOWN = (
+    "the registry does not know this job; its bytes are kept until `job remove`; if the registry was lost, "
+    "`registry rebuild` makes it of them"
+)
 
 
 class JobTable:

@@ -170,6 +170,10 @@ class Member:
             stored.values,
         )
 
+    def jobs(self) -> tuple[JobName, ...]:
+        """Returns the jobs of which something is stored here."""
+        return tuple(sorted({each.job for each in self.store.snapshots()}))
+
     def inventory(self, job: JobName) -> tuple[StoredPart, ...]:
         """Returns what is stored here of ``job``."""
         own = [StoredPart(each.id, each.committed) for each in self.store.snapshots(job)]

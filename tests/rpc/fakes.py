@@ -125,6 +125,9 @@ class Local:
     async def history(self, request):
         return local_pb2.HistoryReply(json=request.job)
 
+    async def rebuild_registry(self, request):
+        return local_pb2.RebuildRegistryReply(json="{}")
+
     async def verify(self, request):
         yield local_pb2.VerifyReply(bytes_done=1, bytes_total=1)
 

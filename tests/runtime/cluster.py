@@ -310,6 +310,10 @@ class Calls:
         await trio.lowlevel.checkpoint()
         return self._node(node, "describe").member.describe(job, txid)
 
+    async def jobs(self, node: NodeName) -> tuple[JobName, ...]:
+        await trio.lowlevel.checkpoint()
+        return self._node(node, "jobs").member.jobs()
+
     async def inventory(self, node: NodeName, job: JobName) -> tuple[StoredPart, ...]:
         await trio.lowlevel.checkpoint()
         return self._node(node, "inventory").member.inventory(job)
