@@ -26,6 +26,7 @@ __all__ = [
     "Stage",
     "Tell",
     "Verdict",
+    "fence_of",
 ]
 
 
@@ -80,6 +81,17 @@ class End:
 
 Action = Stage | Commit | Tell | Drop | End
 _NOTHING: tuple[Action, ...] = ()
+
+
+def fence_of(token: int, attempt: int) -> int:
+    """Returns what orders an attempt among all of a job: later locks above, then later attempts under one.
+
+    A late order of an attempt that was given up must not undo what the next one has staged.
+
+    >>> fence_of(3, 1) < fence_of(3, 2) < fence_of(4, 0)
+    True
+    """
+    return (token << 10) + min(attempt, 1023)
 
 
 class Coordination:

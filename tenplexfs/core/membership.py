@@ -21,7 +21,7 @@ class Part:
     """A part of a snapshot that a node stores.
 
     Attributes:
-        fence: Of the lock under which it was staged; 0 where nobody knows.
+        fence: Of the attempt that staged it; 0 where nobody knows.
     """
 
     id: SnapshotId
@@ -65,7 +65,7 @@ class Membership:
         shown: What its mount shows.
         stored: What its store has.
         in_use: Snapshots that are not dropped by the way: of the past and still read, being made, promised.
-        fence: The highest of the locks that it took orders under, since it was started.
+        fence: Of the newest attempt that it took an order of, since it was started.
     """
 
     shown: SnapshotId | None = None
@@ -85,16 +85,24 @@ class Membership:
         staged = [(txid, part) for txid, part in self.stored.items() if not part.committed]
         newest = max([self.fence, *(part.fence for _, part in staged)])
         if 0 < fence < newest:
-            raise ConflictError(f"{snapshot}: another coordinator has the lock by now")
+            raise ConflictError(f"{snapshot}: another coordinator, or attempt, has given orders since")
         if self.shown is not None and is_older(snapshot, self.shown):
             raise ConflictError(f"{snapshot}: comes too late, {self.shown} is shown")
         keep = {head, snapshot.txid, *self.in_use}
         return Staging(tuple(sorted(t for t, _ in staged if t not in keep)), snapshot.txid in self.stored)
 
-    def show(self, head: Head) -> Settlement | None:
-        """The job's head is, or was, ``head``; returns None when that is no news."""
+    def show(self, head: Head, *, is_hearsay: bool) -> Settlement | None:
+        """The job's head is, or was, ``head``; returns None when that is no news.
+
+        Args:
+            head: What somebody says.
+            is_hearsay: A coordinator says it, perhaps long ago; else the registry does, since this daemon was
+                started. What the store has as committed was a head before.
+        """
         now = head.snapshot
         if self.shown is not None and (self.shown.txid == now.txid or is_older(now, self.shown)):
+            return None
+        if is_hearsay and any(is_older(now, each.id) for each in self.stored.values() if each.committed):
             return None
         mine = self.stored.get(now.txid)
         return Settlement(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
 
 from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
 from tenplexfs.core.transaction import check_expected, next_snapshot
@@ -202,16 +203,17 @@ class Coordinator:
             check_expected(head, change.expected_generation)
             self._check_known(wanted)
             lost = survey.lost
-            while True:
+            for attempt in count():
                 to = await self._moved(change, head, survey.known, wanted, lost, request)
                 try:
-                    return await self._switcher.switch(lock, head, to, report)
+                    return await self._switcher.switch(lock, head, replace(to, attempt=attempt), report)
                 except SourcesLostError as error:
                     if error.nodes <= lost:
                         raise
                     log.warning("job %s: %s; planning again", job, error)
                     report(Progress("planning", f"{error.message}; planning again"))
                     lost |= error.nodes
+            raise AssertionError("it ends when no more nodes are lost")
 
         return await self._heads.under_lock(job, self._owner(request), body, patience_s=_SAVE_S)
 

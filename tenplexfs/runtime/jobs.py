@@ -12,6 +12,7 @@ from functools import partial
 import trio
 
 from tenplexfs.core.snapshot import COPIES, Head, JobName
+from tenplexfs.core.transaction import is_older
 from tenplexfs.errors import TenplexError, UnavailableError
 from tenplexfs.runtime.member import Member
 from tenplexfs.runtime.orders import Description
@@ -84,9 +85,11 @@ class JobTable:
         if head is None:
             await self._forget(job)
         else:
-            await self._member.show(job, head, self._describe)
+            await self._member.show(job, head, self._describe, is_hearsay=True)
             self._failures.pop(job, None)
-            if job not in self._heads or self._heads[job].snapshot.generation <= head.snapshot.generation:
+            shown, known = self._member.shown().get(job), self._heads.get(job)
+            is_so = shown is not None and shown.head == head
+            if is_so and (known is None or is_older(known.snapshot, head.snapshot)):
                 self._heads[job] = head
         self.touch()
 

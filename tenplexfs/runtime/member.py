@@ -252,15 +252,26 @@ class Member:
             await trio.to_thread.run_sync(self.store.drop, job, txid)
 
     async def show(
-        self, job: JobName, head: Head, describe: Callable[[JobName, Head], Awaitable[Description]]
+        self,
+        job: JobName,
+        head: Head,
+        describe: Callable[[JobName, Head], Awaitable[Description]],
+        *,
+        is_hearsay: bool = False,
     ) -> None:
         """Lets the mount show ``head``; returns once fresh opens see it. Older news changes nothing.
+
+        Args:
+            job: Name of the job.
+            head: What it is.
+            describe: Asks its nodes.
+            is_hearsay: A coordinator says so, not the registry.
 
         Raises:
             TenplexError: It could not be shown; what was shown stays.
         """
         async with self._lock(job):
-            found = self._membership(job).show(head)
+            found = self._membership(job).show(head, is_hearsay=is_hearsay)
             if found is None:
                 return
             before = self._shown.get(job)

@@ -29,7 +29,7 @@ class StageOrder:
         is_save: The bytes are what this node's ranks have saved.
         source: The URL of a persisted step, where the bytes come from there and no node has them.
         lost: Nodes that have no bytes of the base any more.
-        fence: Token of the lock under which it is given.
+        fence: Orders of attempts with a lower one are refused from then on.
         head_txid: What the job is now; None when it is not there yet.
     """
 

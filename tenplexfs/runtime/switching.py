@@ -15,7 +15,17 @@ from functools import partial
 
 import trio
 
-from tenplexfs.core.coordination import Action, Commit, Coordination, Drop, End, Stage, Tell, Verdict
+from tenplexfs.core.coordination import (
+    Action,
+    Commit,
+    Coordination,
+    Drop,
+    End,
+    Stage,
+    Tell,
+    Verdict,
+    fence_of,
+)
 from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
 from tenplexfs.errors import ConflictError, TenplexError, UnavailableError
 from tenplexfs.runtime.heads import HeadMover
@@ -65,6 +75,7 @@ class Switch:
         values: What it holds beside tensors.
         is_save: Whether its bytes were saved before.
         planned: What the progress says while nodes stage.
+        attempt: How often it was tried before, under the same lock.
         can_do_without: Says whether there is a plan without nodes that have died meanwhile.
     """
 
@@ -76,6 +87,7 @@ class Switch:
     values: bytes = b""
     is_save: bool = False
     planned: Progress = field(default_factory=lambda: Progress("staging"))
+    attempt: int = 0
     can_do_without: Callable[[frozenset[NodeName]], Awaitable[bool]] | None = None
 
 
@@ -144,7 +156,7 @@ class Switcher:
             is_save=to.is_save,
             source=base.source if base is not None else "",
             lost=tuple(sorted(base.lost)) if base is not None else (),
-            fence=lock.token,
+            fence=fence_of(lock.token, to.attempt),
             head_txid=head.snapshot.txid if head is not None else None,
         )
 

@@ -23,32 +23,43 @@ def stored(*committed: SnapshotId, **staged: tuple[SnapshotId, int]) -> dict[str
 
 def test_news_are_shown_and_what_is_past_is_dropped():
     node = Membership(shown=A, stored=stored(A, b=(B, 3)))
-    assert node.show(head(B)) == Settlement("b", True, ("a",))
-    assert node.show(head(C)) == Settlement(None, False, ("a", "b"))
+    assert node.show(head(B), is_hearsay=False) == Settlement("b", True, ("a",))
+    assert node.show(head(C), is_hearsay=False) == Settlement(None, False, ("a", "b"))
 
 
 def test_old_news_are_none():
     node = Membership(shown=B, stored=stored(B))
-    assert node.show(head(B)) is None
-    assert node.show(head(A)) is None
-    assert Membership(shown=SnapshotId(2, 7, "x")).show(head(B)) is None
+    assert node.show(head(B), is_hearsay=False) is None
+    assert node.show(head(A), is_hearsay=False) is None
+    assert Membership(shown=SnapshotId(2, 7, "x")).show(head(B), is_hearsay=False) is None
+
+
+def test_what_was_committed_here_is_not_undone_by_late_hearsay():
+    """The daemon was restarted, and shows nothing yet."""
+    node = Membership(stored=stored(C))
+    assert node.show(head(B), is_hearsay=True) is None
+    assert node.show(head(C), is_hearsay=True) == Settlement("c", False, ())
+    assert node.show(head(D), is_hearsay=True) == Settlement(None, False, ("c",))
+    assert node.show(head(B), is_hearsay=False) == Settlement(None, False, ("c",)), "the registry knows"
 
 
 def test_a_stage_beyond_the_head_may_be_of_the_next_transaction():
     """Its coordinator read the head that this node only hears of now."""
     node = Membership(shown=A, stored=stored(A, b=(B, 3), c=(C, 4)))
-    assert node.show(head(B)) == Settlement("b", True, ("a",))
-    assert node.show(head(D)) == Settlement(None, False, ("a", "b", "c"))
+    assert node.show(head(B), is_hearsay=False) == Settlement("b", True, ("a",))
+    assert node.show(head(D), is_hearsay=False) == Settlement(None, False, ("a", "b", "c"))
 
 
 def test_a_stage_that_another_one_has_passed_is_dropped():
     rival = SnapshotId(2, 5, "x")
-    assert Membership(shown=A, stored=stored(x=(rival, 2))).show(head(B)) == Settlement(None, False, ("x",))
+    assert Membership(shown=A, stored=stored(x=(rival, 2))).show(head(B), is_hearsay=False) == Settlement(
+        None, False, ("x",)
+    )
 
 
 def test_what_is_in_use_is_kept():
     node = Membership(shown=A, stored=stored(A, x=(SnapshotId(1, 6, "x"), 1)), in_use=frozenset("ax"))
-    assert node.show(head(C)) == Settlement(None, False, ())
+    assert node.show(head(C), is_hearsay=False) == Settlement(None, False, ())
     assert node.stage(B, "a", 9) == Staging((), False)
 
 
@@ -61,7 +72,7 @@ def test_who_has_the_lock_drops_what_was_abandoned():
 @pytest.mark.parametrize("node", [Membership(fence=4), Membership(stored=stored(x=(B, 4)))])
 def test_who_has_lost_the_lock_gives_no_orders(node):
     """The fence of what is staged counts too: the daemon may have been restarted since."""
-    with pytest.raises(ConflictError, match="another coordinator has the lock by now"):
+    with pytest.raises(ConflictError, match="another coordinator, or attempt, has given orders since"):
         node.stage(C, "a", 3)
     assert node.stage(C, "a", 4).is_there is False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from tenplexfs.core.coordination import (
@@ -17,6 +18,7 @@ from tenplexfs.core.coordination import (
     Stage,
     Tell,
     Verdict,
+    fence_of,
 )
 from tenplexfs.core.membership import Membership, Part
 from tenplexfs.core.snapshot import Head, SnapshotId
@@ -106,7 +108,7 @@ class Node(Process):
                 revision, heads = yield Call(REGISTRY, "heads", (), CALL_S)
                 if revision >= self.revision and JOB in heads:
                     self.revision = revision
-                    yield from self.show(heads[JOB])
+                    yield from self.show(heads[JOB], is_hearsay=False)
             except (SilenceError, TenplexError):
                 if is_first:
                     self.show_last()
@@ -117,13 +119,13 @@ class Node(Process):
                 self.forget(txid)
             yield POLL_S * (0.5 + self.world.random.random())
 
-    def show(self, head: Head) -> Steps:
+    def show(self, head: Head, *, is_hearsay: bool) -> Steps:
         showing = self.showing  # of this life
         while showing:
             yield 0.1
         showing.append(head)
         try:
-            found = self.membership().show(head)
+            found = self.membership().show(head, is_hearsay=is_hearsay)
             if found is None:
                 return
             if found.show is None:
@@ -218,7 +220,7 @@ class Node(Process):
         return pieces
 
     def switch(self, head: Head) -> Steps:
-        yield from self.show(head)
+        yield from self.show(head, is_hearsay=True)
 
     def drop(self, txid: str) -> None:
         self.membership().check_drop(txid)
@@ -270,20 +272,23 @@ class Node(Process):
     def commit_save(self, token: int, head: Head) -> Steps:
         now = head.snapshot
         snapshot = SnapshotId(now.generation, (now.step or 0) + 1, self.cluster.new_txid())
-        order = Order(snapshot, head.snapshot.txid, None, {}, head.layout_digest, token)
+        fence = fence_of(token, 0)
+        order = Order(snapshot, head.snapshot.txid, None, {}, head.layout_digest, fence)
         end = yield from self.carry_out(token, head, order, frozenset())
         return end.verdict is Verdict.DONE
 
     def move(self, token: int, head: Head, layout: str) -> Steps:
         lost = yield from self.survey(head)
-        while True:
+        for attempt in count():
             sources = self.cluster.plan(head, layout, lost)
             snapshot = next_snapshot(head, self.cluster.new_txid(), step=head.snapshot.step)
-            order = Order(snapshot, head.snapshot.txid, head.snapshot.txid, sources, layout, token)
+            fence = fence_of(token, attempt)
+            order = Order(snapshot, head.snapshot.txid, head.snapshot.txid, sources, layout, fence)
             end = yield from self.carry_out(token, head, order, lost)
             if end.verdict is not Verdict.SOURCES_LOST or end.lost <= lost:
                 return end.verdict is Verdict.DONE
             lost |= end.lost
+        return False
 
     def survey(self, head: Head) -> Steps:
         answers = yield from self.ask_all(head.nodes, "describe", (head.snapshot.txid,), CALL_S)

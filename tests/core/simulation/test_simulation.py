@@ -1,9 +1,9 @@
 """Thousands of histories in which everything goes wrong at the worst time, each from one seed.
 
-In each, up to seven nodes coordinate against each other while messages are lost, late and doubled, the
-network is cut, and nodes and registry die and come back. What must hold is asserted on the way and at the
-end: one history of heads; no node shows a mix or goes back; nothing committed is lost while a disk has it; and
-all comes to an end once registry and sources can be reached. ``TENPLEXFS_SEEDS=100000`` runs more.
+Up to seven nodes coordinate against each other while messages are lost, late and doubled, the network is cut,
+and nodes and registry die and come back. What must hold is asserted on the way and at the end: one history of
+heads; no node shows a mix or goes back; nothing committed is lost while a disk has it; all comes to an end
+once registry and sources can be reached. ``TENPLEXFS_SEEDS=100000`` runs more.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class ForgetsTheHead(Cluster):
 
 
 class RashMembership(Membership):
-    def show(self, head):
-        found = super().show(head)
+    def show(self, head, *, is_hearsay):
+        found = super().show(head, is_hearsay=is_hearsay)
         if found is None:
             return None
         others = self.stored.keys() - {head.snapshot.txid} - self.in_use
@@ -89,8 +89,8 @@ class DropsWhatMayCome(Cluster):
 
 
 class GullibleMembership(Membership):
-    def show(self, head):
-        return Membership(None, self.stored, self.in_use).show(head)
+    def show(self, head, *, is_hearsay):
+        return Membership(None, self.stored, self.in_use).show(head, is_hearsay=False)
 
 
 class ShowsOldNews(Cluster):
@@ -100,17 +100,18 @@ class ShowsOldNews(Cluster):
 
 
 @pytest.mark.parametrize(
-    "broken",
+    ("broken", "first"),
     [
-        DropsTooEarly,
-        CommitsWithoutLock,
-        TakesAnyOrder,
-        ForgetsTheHead,
-        DropsWhatMayCome,
-        ShowsOldNews,
+        (DropsTooEarly, 24),
+        (CommitsWithoutLock, 23),
+        (TakesAnyOrder, 385),
+        (ForgetsTheHead, 263),
+        (DropsWhatMayCome, 88),
+        (ShowsOldNews, 0),
     ],
 )
-def test_a_broken_rule_is_found(broken: type[Cluster]) -> None:
+def test_a_broken_rule_is_found(broken: type[Cluster], first: int) -> None:
+    """Histories from ``first`` on, where it was found; when the world changes it may be another one."""
     with pytest.raises(AssertionError):
-        for seed in range(3000):
+        for seed in range(first, first + 3000):
             run(seed, broken)
