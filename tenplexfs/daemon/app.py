@@ -61,7 +61,6 @@ from tenplexfs.runtime.living import Living
 from tenplexfs.runtime.member import Member
 from tenplexfs.runtime.namespace import Control, Namespace, StoreNumbers
 from tenplexfs.runtime.rebuilding import Rebuilder
-from tenplexfs.runtime.recovery import Recovery
 from tenplexfs.storage.directory import INDEXES, REGISTRY
 from tenplexfs.storage.registry_sqlite import SqliteRegistry
 from tenplexfs.storage.samples.recipe import make_reader
@@ -240,7 +239,7 @@ async def _start(
         heads=HeadMover(registry),
         calls=nodes,
         compute=compute,
-        recovery=Recovery(calls=nodes, compute=compute, living=living.nodes),
+        recovery=coordinator.recovery,
         nodes=lambda: nodes.endpoints().keys(),
     )
     service = Service(

@@ -15,7 +15,7 @@ import trio
 
 from tenplexfs.core.membership import Membership, Part
 from tenplexfs.core.ptc import PTC
-from tenplexfs.core.snapshot import Head, JobName, NodeName, TxId, copies_of
+from tenplexfs.core.snapshot import COPIES, Head, JobName, NodeName, TxId, copies_of
 from tenplexfs.core.transaction import kept_steps
 from tenplexfs.errors import ConflictError, CorruptError, NotFoundError, PreconditionError, TenplexError
 from tenplexfs.runtime.array_sums import encode_array_sums, part_of_copies, parts_of
@@ -172,7 +172,7 @@ class Member:
 
     def jobs(self) -> tuple[JobName, ...]:
         """Returns the jobs of which something is stored here."""
-        return tuple(sorted({each.job for each in self.store.snapshots()}))
+        return tuple(sorted({each.job for each in self.store.snapshots() if COPIES not in each.job}))
 
     def inventory(self, job: JobName) -> tuple[StoredPart, ...]:
         """Returns what is stored here of ``job``."""

@@ -163,10 +163,9 @@ class Rebuilder:
             wanted = await self._compute(resolve, Target(layout_json=known.layout_json), None, self._node)
             lost = frozenset(wanted.nodes) - holders[snapshot]
             missing |= lost
-            if snapshot.step is None or await self._recovery.has_replicas(known, wanted, lost):
-                return Rebuilt(
-                    job, Head(snapshot, wanted.digest, wanted.nodes), tuple(sorted(missing)), tuple(newer)
-                )
+            head = Head(snapshot, wanted.digest, wanted.nodes)
+            if snapshot.step is None or await self._recovery.has_replicas(job, head, known, wanted, lost):
+                return Rebuilt(job, head, tuple(sorted(missing)), tuple(newer))
             newer.append(snapshot)
         return Rebuilt(job, None, tuple(sorted(missing)), tuple(newer))
 
