@@ -197,6 +197,7 @@ async def _start(
         nodes=nodes,
         client=client,
         state=view.state,
+        living=living.nodes,
         nursery=nursery,
         clock_ns=time.time_ns,
     )

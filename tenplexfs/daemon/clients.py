@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 import trio
 
-from tenplexfs.core.snapshot import Head, JobName
+from tenplexfs.core.snapshot import Head, JobName, NodeName
 from tenplexfs.daemon.config import Config
 from tenplexfs.daemon.node_calls import Desks, Nodes
 from tenplexfs.daemon.view import VERSION
@@ -50,6 +50,7 @@ class Clients:
         nodes: Nodes,
         client: PeerClient,
         state: Callable[[JobName], str],
+        living: Callable[[], Collection[NodeName]],
         nursery: trio.Nursery,
         clock_ns: Callable[[], int],
     ) -> None:
@@ -59,7 +60,7 @@ class Clients:
         self._coordinator = coordinator
         self._compute = compute
         self._stopper = Stopper(
-            Desks(config.node, client, self.stops), self._base_of_stop, lambda: table.changed
+            Desks(config.node, client, self.stops), self._base_of_stop, lambda: table.changed, living
         )
         saves = member.saves = Saves(
             node=config.node,

@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import select
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -170,6 +170,7 @@ class Stopper:
     Args:
         base: Returns the head that this node shows of a job, and how many ranks it has.
         changed: Returns what is set when something about a job changes.
+        living: The nodes that the registry says are alive; none while it has said nothing.
     """
 
     def __init__(
@@ -177,15 +178,18 @@ class Stopper:
         calls: StopCalls,
         base: Callable[[JobName], tuple[Head, int] | None],
         changed: Callable[[], trio.Event],
+        living: Callable[[], Collection[NodeName]] = tuple,
     ) -> None:
         self._calls = calls
         self._base = base
         self._changed = changed
+        self._living = living
 
     async def stop(self, job: JobName, timeout_s: float, say: Callable[[str], None]) -> int | None:
         """Returns the step of the newest save once all ranks were stopped and have saved, or after a while.
 
-        Where no rank asks `should_stop`, it returns at once; soon, where all that asked have ended.
+        Where no rank asks `should_stop`, it returns at once; soon, where all that asked have ended, or where
+        a node is missed: its ranks are gone, and the others cannot finish a step without them.
 
         Args:
             job: Name of the job.
@@ -246,6 +250,9 @@ class Stopper:
         step: int | Agreement = Agreement.NOT_ALL_KNOWN
         try:
             while step is Agreement.NOT_ALL_KNOWN:
+                if missed := self._missed(nodes):
+                    log.warning("job %s: not stopped: %s is missed", job, ", ".join(missed))
+                    return None
                 with trio.move_on_after(_TRY_S):
                     while step is Agreement.NOT_ALL_KNOWN:
                         step = agree((await self._hold(job, generation, token, nodes)).values(), ranks)
@@ -264,6 +271,10 @@ class Stopper:
         with trio.CancelScope(shield=True):  # all or nobody
             await self._each(nodes, partial(self._publish, job, generation, token, step))
         return step
+
+    def _missed(self, nodes: tuple[NodeName, ...]) -> list[NodeName]:
+        living = self._living()
+        return [node for node in nodes if node not in living] if living else []
 
     async def _hold(
         self, job: JobName, generation: int, token: str, nodes: tuple[NodeName, ...]

@@ -26,7 +26,8 @@ class Cluster:
         self.said: list[str] = []
         self.published = trio.Event()
         self.changed = trio.Event()
-        self.stopper = Stopper(self, lambda _: (self.head(), 2), lambda: self.changed)
+        self.living: tuple[NodeName, ...] = ()
+        self.stopper = Stopper(self, lambda _: (self.head(), 2), lambda: self.changed, lambda: self.living)
 
     def head(self) -> Head:
         return Head(SnapshotId(1, self.step, "0" * 16), "digest", NODES)
@@ -130,5 +131,19 @@ def test_a_save_that_is_sealed_has_time_to_be_committed_after_its_processes_ende
             found, took_s = await cluster.wait_for_stop(end_and_commit_later)
         assert found == 6
         assert took_s < 4
+
+    run(main)
+
+
+def test_nobody_waits_for_the_ranks_of_a_node_that_is_missed():
+    async def main():
+        cluster = Cluster()
+        assert cluster.ask(0, 5, 0) is False
+        cluster.living = NODES[:1]
+        begin = trio.current_time()
+        assert await cluster.stopper.stop(GPT, 60.0, cluster.say) is None
+        assert trio.current_time() == begin
+        assert cluster.said == []
+        assert cluster.ask(0, 6, 0) is False  # and nothing is held
 
     run(main)
