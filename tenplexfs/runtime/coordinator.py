@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 
-from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
+from tenplexfs.core.snapshot import Head, JobName, NodeName, TxId
 from tenplexfs.core.transaction import check_expected, next_snapshot
 from tenplexfs.errors import (
     ConflictError,
@@ -21,6 +21,7 @@ from tenplexfs.formats.dataset_settings import begin_datasets, plain_settings, p
 from tenplexfs.formats.lineage import branch_off
 from tenplexfs.formats.pauses import paused_of, with_paused
 from tenplexfs.formats.requests import Request, add_request, has_request
+from tenplexfs.runtime.changes import Change, Saved, State
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.heads import HeadMover
 from tenplexfs.runtime.orders import Description, NodeCalls, Progress, Report
@@ -35,67 +36,6 @@ log = logging.getLogger(__name__)
 
 _SAVE_S = 5.0  # how long a save, which is quick, may have the lock before others give up
 _SWITCH_S = 600.0  # how long a save waits for what else switches the job
-
-
-@dataclass(frozen=True)
-class Change:
-    """What somebody asks for.
-
-    Attributes:
-        target: The layout that is wanted.
-        drop: Patterns of tensors that the new layout may lack.
-        expected_generation: Of the job when it was asked; None is any.
-        request_id: The same one is the same transaction; empty for none.
-        arguments: What the request asks for, to tell it from another one of the same id.
-        paused: Why the job is paused from then on, if it is.
-    """
-
-    job: JobName
-    target: Target
-    drop: tuple[str, ...] = ()
-    expected_generation: int | None = None
-    request_id: str = ""
-    arguments: bytes = b""
-    paused: str | None = None
-
-
-@dataclass(frozen=True)
-class State:
-    """State that replaces what a job has.
-
-    Attributes:
-        txid: By which the nodes of its layout serve it as a base.
-        layout_json: Its layout.
-        source: Where the bytes are instead, when no node has them: the URL of a persisted step.
-        values: What its ranks hold beside tensors.
-        settings_json: Those of the job from now on, with the cursors of ``step``; None: they stay, and
-            datasets go on from where they are.
-        past: The snapshot of the job that it is the state of; None where it comes from outside.
-    """
-
-    txid: TxId
-    layout_json: bytes
-    step: int
-    source: str = ""
-    values: bytes = b""
-    settings_json: bytes | None = None
-    past: SnapshotId | None = None
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A step that all ranks have saved.
-
-    Attributes:
-        wanted: The layout that they saved under.
-        values: What they hold beside tensors.
-    """
-
-    job: JobName
-    snapshot: SnapshotId
-    wanted: Resolved
-    settings_json: bytes
-    values: bytes
 
 
 class Coordinator:

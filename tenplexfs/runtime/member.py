@@ -15,23 +15,24 @@ import trio
 
 from tenplexfs.core.membership import Membership, Part
 from tenplexfs.core.ptc import PTC
-from tenplexfs.core.snapshot import COPIES, Head, JobName, NodeName, TxId, copies_of
+from tenplexfs.core.snapshot import Head, JobName, NodeName, TxId, copies_of
 from tenplexfs.core.transaction import kept_steps
 from tenplexfs.errors import ConflictError, CorruptError, NotFoundError, PreconditionError, TenplexError
-from tenplexfs.runtime.array_sums import encode_array_sums, part_of_copies, parts_of
+from tenplexfs.runtime.array_sums import parts_of
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.datasets import Datasets
 from tenplexfs.runtime.fetching import Handles
 from tenplexfs.runtime.leases import LeaseTable
 from tenplexfs.runtime.making import Maker
 from tenplexfs.runtime.namespace import Namespace
-from tenplexfs.runtime.orders import Description, StageOrder, StoredPart
+from tenplexfs.runtime.orders import Description, StageOrder
 from tenplexfs.runtime.past import GRACE_S, Held, Past, Relief, Shown, keep_steps, step_name
 from tenplexfs.runtime.planning import Expanded, expand
 from tenplexfs.runtime.protocols import PeerReader
 from tenplexfs.runtime.saving import Saves
 from tenplexfs.runtime.snapshot import Snapshot
 from tenplexfs.runtime.staging import ScatterFactory
+from tenplexfs.runtime.stock import Stock
 from tenplexfs.runtime.views import Views
 from tenplexfs.storage.store import Store, StoredSnapshot
 
@@ -56,6 +57,7 @@ class Member:
         saves: Of this node; set once they are made, where training processes save.
         persisted: Returns what reads from the URL of a persisted step; set once it is made.
         open_arrays, serving: Of `Maker`.
+        jobs, inventory, sums: Of `Stock`.
     """
 
     saves: Saves | None = None
@@ -89,6 +91,8 @@ class Member:
         self._maker = Maker(
             node=node, store=store, peers=peers, scatter=scatter, compute=compute, views=self._views
         )
+        self._stock = Stock(node, store)
+        self.jobs, self.inventory, self.sums = self._stock.jobs, self._stock.inventory, self._stock.sums
         self.open_arrays = self._maker.open_arrays
         self.serving = self._maker.serving
         self._shown: dict[JobName, Shown] = {}
@@ -158,37 +162,7 @@ class Member:
         """
         if txid is None and job in self._shown:
             txid = self._shown[job].head.snapshot.txid
-        stored = self._stored(job).get(txid) if txid is not None else None
-        if stored is None:
-            raise NotFoundError(f"node {self.node}: stores no snapshot {txid or ''} of job {job}")
-        return Description(
-            stored.id,
-            stored.layout_json,
-            stored.settings_json,
-            stored.created_ns,
-            stored.committed,
-            stored.values,
-        )
-
-    def jobs(self) -> tuple[JobName, ...]:
-        """Returns the jobs of which something is stored here."""
-        return tuple(sorted({each.job for each in self.store.snapshots() if COPIES not in each.job}))
-
-    def inventory(self, job: JobName) -> tuple[StoredPart, ...]:
-        """Returns what is stored here of ``job``."""
-        own = [StoredPart(each.id, each.committed) for each in self.store.snapshots(job)]
-        return (*own, *(part_of_copies(each) for each in self._copies(job).values()))
-
-    def sums(self, job: JobName, txid: TxId) -> bytes:
-        """Returns the sums of the arrays that are here of a snapshot. For worker threads.
-
-        Raises:
-            NotFoundError: There is no such snapshot here.
-        """
-        stored = self._stored(job).get(txid)
-        if stored is None:
-            raise NotFoundError(f"node {self.node}: stores no snapshot {txid} of job {job}")
-        return encode_array_sums(stored)
+        return self._stock.describe(job, txid or TxId(""))
 
     def relieve_also(self, relieve: Callable[[], Awaitable[bool]]) -> None:
         """Has ``relieve`` asked, too, when the store has no room for something else; see `Relief`."""
@@ -275,7 +249,7 @@ class Member:
             if found is None:
                 return
             before = self._shown.get(job)
-            mine = self._stored(job)[found.show] if found.show is not None else None
+            mine = self._stock.own(job)[found.show] if found.show is not None else None
             known = self.describe(job, mine.id.txid) if mine is not None else await describe(job, head)
             expanded = self._expanded.get(head.snapshot.txid)
             if before is not None and before.head.layout_digest == head.layout_digest:  # a save
@@ -298,7 +272,7 @@ class Member:
                     await trio.to_thread.run_sync(self.store.drop, job, txid)
 
     def _membership(self, job: JobName) -> Membership:
-        shown, stored = self._shown.get(job), self._stored(job)
+        shown, stored = self._shown.get(job), self._stock.own(job)
         in_use = {
             txid
             for txid in stored
@@ -343,7 +317,7 @@ class Member:
 
     async def _keep(self, job: JobName) -> None:
         """Shows the steps of the store that are kept and not shown yet: after a restart."""
-        shown, stored = self._shown[job], self._stored(job)
+        shown, stored = self._shown[job], self._stock.own(job)
         past = [each.id for each in stored.values() if each.committed]
         kept = kept_steps(shown.head.snapshot, past, count=keep_steps(shown.settings_json))
         for txid in sorted(kept):
@@ -364,7 +338,7 @@ class Member:
         Raises:
             NotFoundError: There is none.
         """
-        committed = [each for each in self._stored(job).values() if each.committed]
+        committed = [each for each in self._stock.own(job).values() if each.committed]
         if not committed:
             raise NotFoundError(f"node {self.node}: no committed snapshot of job {job}")
         newest = max(
@@ -389,12 +363,12 @@ class Member:
                     await self._tree.retract_and_invalidate(job)
                     await self._past.add(job, shown, released=True)
                 self._past.release(job)
-                for txid in self._stored(job):
+                for txid in self._stock.own(job):
                     if txid in self._staging:
                         self._staging[txid][1].cancel()
                     elif txid not in self._past:
                         await trio.to_thread.run_sync(self.store.drop, job, txid)
-                for txid in self._copies(job):
+                for txid in self._stock.copies(job):
                     await trio.to_thread.run_sync(self.store.drop, copies_of(job), txid)
                 await self._past.sweep()
 
@@ -412,13 +386,6 @@ class Member:
                 await self.sweep()
             except TenplexError as error:
                 log.warning("freeing what is past: %s", error)
-
-    def _stored(self, job: JobName) -> dict[TxId, StoredSnapshot]:
-        return {stored.id.txid: stored for stored in self.store.snapshots(job)}
-
-    def _copies(self, job: JobName) -> dict[TxId, StoredSnapshot]:
-        """Returns what is kept here for other nodes."""
-        return {each.id.txid: each for each in self.store.snapshots(copies_of(job)) if each.committed}
 
     def _lock(self, job: JobName) -> trio.Lock:
         return self._locks.setdefault(job, trio.Lock())
