@@ -259,7 +259,8 @@ class Stopper:
                         if step is Agreement.NOT_ALL_KNOWN:
                             await trio.sleep(_POLL_S)
                 if step is Agreement.NOT_ALL_KNOWN:
-                    await self._each(nodes, partial(self._quietly, job, generation, token, "release", 0))
+                    with trio.move_on_after(_TRY_S):  # a node that does not answer is soon missed
+                        await self._each(nodes, partial(self._quietly, job, generation, token, "release", 0))
                     await trio.sleep(_PAUSE_S)
         except BaseException:
             with trio.move_on_after(_TRY_S, shield=True):
