@@ -68,8 +68,9 @@ $(MODEL): | $(READY)
 demo: $(READY) $(MODEL) ## two nodes, real weights, four reconfigurations, every byte checked
 	$(BIN)/python examples/demo.py $(ARGS)
 
-soak: $(READY) ## what is short in the tests, long: 200 kills, minutes of readers; TENPLEXFS_SEED=n
-	TENPLEXFS_KILLS=200 TENPLEXFS_SOAK_S=300 $(BIN)/pytest tests/cluster/test_crash_survival.py tests/mount/test_readers.py
+soak: $(READY) ## what is short in the tests, long: kills, minutes of readers, 100,000 simulations; TENPLEXFS_SEED=n
+	TENPLEXFS_KILLS=200 TENPLEXFS_DAEMON_KILLS=100 TENPLEXFS_SOAK_S=300 TENPLEXFS_SEEDS=100000 $(BIN)/pytest \
+	    tests/cluster/test_crash_survival.py tests/cluster/test_kills.py tests/mount/test_readers.py tests/core/simulation
 
 .PHONY: fuzz
 fuzz: $(READY) ## readers of what comes from outside, by what they cover, ten minutes; one of them: ARGS=layout
