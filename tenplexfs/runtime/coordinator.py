@@ -73,6 +73,7 @@ class Coordinator:
             clock_ns=clock_ns,
         )
         self.recovery = Recovery(calls=calls, compute=compute, living=living)
+        self._living = living
         self._compute = compute
         self._endpoints = endpoints
         self._new_txid = new_txid
@@ -368,7 +369,8 @@ class Coordinator:
             UnavailableError: No node that holds the job answers.
         """
         failure: TenplexError | None = None
-        for node in sorted(head.nodes, key=lambda each: each != self._node):
+        living = self._living()
+        for node in sorted(head.nodes, key=lambda each: (each != self._node, each not in living)):
             try:
                 return await self._calls.describe(node, job, head.snapshot.txid)
             except TenplexError as error:
