@@ -108,7 +108,12 @@ class Keeping:
             clock_ns=clock_ns,
         )
         member.persisted = lambda url: PersistedPeers(url, client, compute)
-        coordinator.recovery.beyond = Ladder(nodes, compute, nodes.endpoints)
+
+        def reachable() -> list[NodeName]:
+            alive = living()
+            return [node for node in nodes.endpoints() if not alive or node in alive]
+
+        coordinator.recovery.beyond = Ladder(nodes, compute, reachable)
         member.relieve_also(self.shares.relieve)
         self._replicas = Replicas(
             member=member,
