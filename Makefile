@@ -91,8 +91,9 @@ bench-dataset: $(READY) ## samples through the mount against np.memmap; as root 
 	$(BIN)/python benchmarks/bench_dataset.py $(ARGS)
 
 .PHONY: bench-state
-bench-state: $(READY) ## saves and loads against files on tmpfs
+bench-state: $(READY) $(FRAMEWORKS) ## saves and loads against files on tmpfs, and against torch's
 	$(BIN)/python benchmarks/bench_state.py $(ARGS)
+	$(BIN)/python benchmarks/bench_torch.py
 
 .PHONY: bench-network
 bench-network: $(READY) ## reconfigurations over links of a given rate, as root

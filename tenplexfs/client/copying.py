@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from tenplexfs.client.arrays import Source
+from tenplexfs.client.staging import Lane, pieces
 from tenplexfs.formats.frames import ALIGNMENT
 
 __all__ = ["Placed", "Task", "raw_bytes", "write_tasks"]
@@ -42,19 +44,26 @@ class Placed(NamedTuple):
     source: Source
 
 
-def write_tasks(fd: int, tensors: Sequence[Placed]) -> Iterator[tuple[int, Task]]:
+def write_tasks(
+    fd: int, tensors: Sequence[Placed], lanes: Callable[[Source], Lane | None] = lambda _: None
+) -> Iterator[tuple[int, Task]]:
     """Yields what writes ``tensors`` in C order into ``fd``, in parts that may run at once; with their bytes.
 
     Args:
         fd: Writable; stays the caller's, who closes it when all have run.
         tensors: In the order of their offsets.
+        lanes: What gives a lane for a tensor on a device.
     """
     run: list[Placed] = []
     size = 0
     for placed in tensors:
         nbytes = placed.source.nbytes
         if nbytes >= _BLOCK_BYTES:
-            yield from _big_tasks(fd, placed)
+            lane = lanes(placed.source)
+            if lane is None:
+                yield from _big_tasks(fd, placed)
+            else:
+                yield nbytes, partial(_write_staged, fd, placed, lane)
             continue
         # What is between two neighbours is less than the alignment, and written with them.
         is_next = run and placed.offset == _end(run[-1])
@@ -105,6 +114,14 @@ def _big_tasks(fd: int, placed: Placed) -> Iterator[tuple[int, Task]]:
 
     for at in range(0, len(view), _TASK_BYTES):
         yield min(_TASK_BYTES, len(view) - at), part(at)
+
+
+def _write_staged(fd: int, placed: Placed, lane: Lane) -> None:
+    _write(fd, [placed.header], placed.offset)
+    offset = placed.offset + len(placed.header)
+    for piece in pieces(lane, placed.source.value):
+        _write(fd, [piece], offset)
+        offset += len(piece)
 
 
 def _write_strided(fd: int, placed: Placed, array: Array) -> None:

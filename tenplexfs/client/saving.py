@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import chain
-from typing import Any
+from itertools import chain, repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,16 +18,33 @@ from tenplexfs.client.arrays import Source, source_of
 from tenplexfs.client.connection import Connection, Place, parse_place, patiently, socket_of
 from tenplexfs.client.copying import Placed, Task, write_tasks
 from tenplexfs.client.session import loaded_from, process_name, remember, run_name
+from tenplexfs.client.staging import Lane, lanes_of
 from tenplexfs.errors import InvalidError, TimedOutError, UnavailableError
 from tenplexfs.formats import npy
 from tenplexfs.formats.frames import MAX_FDS
 from tenplexfs.formats.structure import Flat, flatten
 
-__all__ = ["Save", "save"]
+__all__ = ["Save", "save", "save_held"]
 
 _JOB_BYTES = 8 << 20
 _MAX_THREADS = 4
 _AHEAD = 2  # batches of descriptors that are open at the same time
+
+
+class _Given(NamedTuple):
+    """What `save` was given beside the state."""
+
+    allow_pickle: bool
+    consumed: int | None
+    snapshot: str | None
+    run: str | None
+
+
+class _Copied(NamedTuple):
+    """A save that is copied: the connection that holds it, and its number there."""
+
+    connection: Connection
+    number: int
 
 
 class Save:
@@ -106,38 +124,68 @@ def save(
         NoRoomError: The store is full; the step before stays.
         UnavailableError: The daemon stayed away.
     """
+    given = _Given(allow_pickle, consumed, snapshot, run)
+    made, finish = _start(state, path, step, given)
+    if wait:
+        finish(True)
+        made.wait()
+    else:
+        _aside(step, lambda: finish(False))
+    return made
+
+
+def save_held(
+    state: object,
+    path: str | os.PathLike[str],
+    *,
+    step: int,
+    allow_pickle: bool,
+    consumed: int | None,
+    snapshot: str | None,
+    run: str,
+) -> Save:
+    """Does as `save`, for who waits in another way and leaves the state as it is until the save has ended.
+
+    Returns once the state is copied. When the daemon is restarted before the commit, it is saved once more.
+    """
+    given = _Given(allow_pickle, consumed, snapshot, run)
+    made, finish = _start(state, path, step, given)
+    _aside(step, lambda: finish(True))
+    return made
+
+
+def _aside(step: int, finish: Callable[[], None]) -> None:
+    # No daemon thread: the process must not end before what it saved is safe.
+    threading.Thread(target=finish, name=f"tenplexfs-save-{step}", daemon=False).start()
+
+
+def _start(
+    state: object, path: str | os.PathLike[str], step: int, given: _Given
+) -> tuple[Save, Callable[[bool], None]]:
+    """Returns a save whose state is copied, and what ends it; that is told whether it may copy once more."""
     place = parse_place(path)
     if place.rank is None or place.step is not None:
         raise InvalidError(f"save {path}: need <mount>/<job>/model/<rank>")
     if type(step) is not int or step < 0:
         raise InvalidError(f"save: step {step!r}: need a whole number >= 0")
-    flat = flatten(state, source_of, allow_pickle=allow_pickle)
+    flat = flatten(state, source_of, allow_pickle=given.allow_pickle)
     begin = {
         "job": place.job,
         "rank": place.rank,
         "step": step,
-        "snapshot": snapshot or loaded_from(place.mount, place.job),
-        "process": process_name(),
-        "run": run_name() if run is None else run,
+        "snapshot": given.snapshot or loaded_from(place.mount, place.job),
+        # One that failed may be tried again: what it failed of is not what the next try fails of.
+        "process": f"{process_name()}-{secrets.token_hex(4)}",
+        "run": run_name() if given.run is None else given.run,
         **_columns(flat.tensors),
         "ties": dict(flat.ties),
         "document": flat.document,
-        "consumed": consumed,
+        "consumed": given.consumed,
         "world": int(os.environ.get("WORLD_SIZE", "1")),
     }
     made = Save(step)
-    connection = patiently(lambda: _send(place, begin, flat))
-
-    def finish() -> None:
-        _finish(made, connection, place, begin, flat, again=wait)
-
-    if wait:
-        finish()
-        made.wait()
-    else:
-        # No daemon thread: the process must not end before what it saved is safe.
-        threading.Thread(target=finish, name=f"tenplexfs-save-{step}", daemon=False).start()
-    return made
+    copied = patiently(lambda: _send(place, begin, flat))
+    return made, lambda again: _finish(made, copied, place, begin, flat, again=again)
 
 
 def _columns(tensors: Mapping[str, Source]) -> dict[str, object]:
@@ -147,36 +195,37 @@ def _columns(tensors: Mapping[str, Source]) -> dict[str, object]:
     return {"paths": list(tensors), "kinds": list(kinds), "of": np.array(of, np.uint32).tobytes()}
 
 
-def _send(place: Place, begin: Mapping[str, object], flat: Flat[Source]) -> Connection:
-    """Returns the connection that holds the save, with everything copied."""
+def _send(place: Place, begin: Mapping[str, object], flat: Flat[Source]) -> _Copied:
+    """Copies everything."""
     connection = Connection(socket_of(place.mount))
     try:
         begun = connection.ask("save.begin", **begin)
         remember(place.mount, place.job, begun["base"])
         threads = min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // begun["ranks"]))
-        _write_files(connection, begun["save"], _placed(flat, begun), threads)
-        connection.ask("save.seal", save=begun["save"])
+        lanes = lanes_of(flat.tensors.values())
+        _write_files(connection, begun["save"], _placed(flat, begun), threads, lanes)
     except BaseException:
         connection.close()
         raise
-    return connection
+    return _Copied(connection, begun["save"])
 
 
 def _finish(
     made: Save,
-    connection: Connection,
+    copied: _Copied,
     place: Place,
     begin: Mapping[str, object],
     flat: Flat[Source],
     *,
     again: bool,
 ) -> None:
-    """Waits for the commit; with ``again``, saves once more when the daemon was restarted meanwhile."""
+    """Seals, and waits for the commit; with ``again``, saves once more when the daemon was restarted."""
     try:
         while True:
-            made._connection = connection
+            made._connection = copied.connection
             try:
-                with connection:
+                with copied.connection as connection:
+                    connection.ask("save.seal", save=copied.number)
                     snapshot = _wait(connection, place, begin)
                 break
             except UnavailableError:
@@ -186,7 +235,7 @@ def _finish(
                     break
                 if not again:  # the state may have changed by now
                     raise
-                connection = patiently(lambda: _send(place, begin, flat))
+                copied = patiently(lambda: _send(place, begin, flat))
         remember(place.mount, place.job, snapshot)
         made._end(snapshot)
     except BaseException as error:  # raised again where the save is waited for
@@ -220,7 +269,13 @@ def _placed(flat: Flat[Source], begun: Mapping[str, Any]) -> list[list[Placed]]:
     return files
 
 
-def _write_files(connection: Connection, name: int, files: Sequence[Sequence[Placed]], threads: int) -> None:
+def _write_files(
+    connection: Connection,
+    name: int,
+    files: Sequence[Sequence[Placed]],
+    threads: int,
+    lanes: Callable[[Source], Lane | None],
+) -> None:
     """Writes into the files that the daemon hands out, some at a time."""
     with ThreadPoolExecutor(threads, thread_name_prefix="tenplexfs-copy") as pool, ExitStack() as stack:
         batches: deque[tuple[list[int], list[Future[None]]]] = deque()
@@ -230,7 +285,7 @@ def _write_files(connection: Connection, name: int, files: Sequence[Sequence[Pla
             futures: list[Future[None]] = []
             batches.append((fds, futures))
             stack.callback(_end_batch, fds, futures)
-            tasks = chain.from_iterable(map(write_tasks, fds, batch))
+            tasks = chain.from_iterable(map(write_tasks, fds, batch, repeat(lanes)))
             futures.extend(pool.submit(_run, job) for job in _jobs(tasks))
             while len(batches) >= _AHEAD:
                 _end_batch(*batches.popleft())

@@ -120,6 +120,8 @@ class JobTable:
 
     async def _poll(self, nursery: trio.Nursery) -> None:
         """Compares with the registry as a whole: finds out whether it answers, and what a watch missed."""
+        # Before it is asked: what it says now may lack a job that is made meanwhile.
+        before = self._known()
         try:
             revision, heads = await self._registry.heads()
         except UnavailableError as error:
@@ -140,11 +142,15 @@ class JobTable:
             self._want(nursery, job, head)
         # Only a removal that the registry tells of frees bytes: a registry that was lost and made anew knows
         # no job, and the stores are then all there is.
-        stored = self._stored()
-        for job in sorted((stored | self._heads.keys()) - heads.keys()):
+        for job in sorted((before & self._known()) - heads.keys()):
             if job not in self._failures:
                 log.error("job %s: %s", job, _UNKNOWN)
             self._failures[job] = _UNKNOWN
+
+    def _known(self) -> set[JobName]:
+        """Returns the jobs that this node has committed bytes of, or a head."""
+        committed = {each.job for each in self._member.store.snapshots() if each.committed}
+        return (committed & self._stored()) | self._heads.keys()
 
     async def _show_last(self) -> None:
         for job in sorted(self._stored()):

@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from tenplexfs.client.arrays import to_torch
 from tenplexfs.client.connection import patiently
-from tenplexfs.client.regions import OpenSnapshot, RegionOf, place_of_job
+from tenplexfs.client.regions import LocalArray, OpenSnapshot, RegionOf, place_of_job
 from tenplexfs.client.sources import Part, Sources
 from tenplexfs.core.build import build_ptc
 from tenplexfs.core.layout import ExplicitShard
@@ -35,6 +35,7 @@ from tenplexfs.torch.layout import shards_of
 __all__ = ["Reader"]
 
 _BATCH_BYTES = 256 << 20
+_READ_BYTES = 64 << 10  # below, a system call costs more than page faults
 
 _Pieces: TypeAlias = Mapping[str, ExplicitShard]
 Remote: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -269,7 +270,7 @@ class Reader(StorageReader):
 
     def _copy(self, targets: Sequence[tuple[RegionOf, torch.Tensor]], order: _Order | None) -> None:
         assert self._snapshot is not None and self._sources is not None
-        here: list[tuple[Part, torch.Tensor]] = []
+        here: dict[tuple[int, str], list[tuple[Part, torch.Tensor]]] = {}
         away: dict[Remote, list[torch.Tensor]] = {}
         dtypes: dict[str, str] = {}
         for region, target in targets:
@@ -279,14 +280,11 @@ class Reader(StorageReader):
                 if part.key is None:
                     away.setdefault(part.remote, []).append(place)
                 else:
-                    here.append((part, place))
-        wanted = {
-            part.key: (part.key, part.dtype, part.local_shape) for part, _ in here if part.key is not None
-        }
-        arrays = self._snapshot.arrays(list(wanted.values()))
-        for part, place in here:
-            assert part.key is not None
-            place.copy_(cast(torch.Tensor, to_torch(part.of(arrays[part.key]))))
+                    here.setdefault(part.key, []).append((part, place))
+        wanted = [(key, parts[0][0].dtype, parts[0][0].local_shape) for key, parts in here.items()]
+        for key, local in self._snapshot.visit(wanted):
+            for part, place in here[key]:
+                _copy_part(local, part, place)
         groups = order.groups if order is not None else ()
         planned = [(uses, [each for each in group if each in away]) for uses, group in groups]
         known = {each for _, group in planned for each in group}
@@ -296,6 +294,16 @@ class Reader(StorageReader):
                 for region, array in zip(batch, self._snapshot.read(batch, uses=uses), strict=True):
                     for place in away[region.path, region.start, region.stop]:
                         place.copy_(cast(torch.Tensor, to_torch(array)))
+
+
+def _copy_part(local: LocalArray, part: Part, place: torch.Tensor) -> None:
+    view = part.of(local.array)
+    source = cast(torch.Tensor, to_torch(view))
+    is_same = place.is_contiguous() and place.device.type == "cpu" and place.dtype == source.dtype
+    if is_same and view.flags.c_contiguous and view.nbytes >= _READ_BYTES:
+        local.read_into(view, place.view(-1).view(torch.uint8).numpy().data)
+    else:
+        place.copy_(source)
 
 
 def _batches(regions: Sequence[RegionOf]) -> Iterator[list[RegionOf]]:

@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from tenplexfs.client.jobs import env
 from tenplexfs.client.regions import create_job, node_of, place_of_job
-from tenplexfs.client.saving import save
+from tenplexfs.client.saving import save_held
 from tenplexfs.client.session import run_name
 from tenplexfs.core.layout import Layout, TensorEntry
 from tenplexfs.core.snapshot import NodeName
@@ -244,11 +244,10 @@ class Writer(StorageWriter):
         if exchange.rank:
             # Made by rank 0 a moment ago, perhaps on another node.
             _wait_for(self._path, exchange)
-        made = save(
+        made = save_held(
             ready.state,
             self._path / "model" / str(exchange.rank),
             step=self._step,
-            wait=False,
             allow_pickle=self._allow_pickle,
             consumed=self._consumed,
             snapshot=self._snapshot,

@@ -102,6 +102,11 @@ def two(tmp_path):
         yield daemons
 
 
+def touched(store: Path) -> set[tuple[str, int]]:
+    """The files of a store, and when each was last changed; one may be used again under its name."""
+    return {(file.name, file.stat().st_ctime_ns) for file in (store / "objects").iterdir()}
+
+
 def whole_of(node: Daemon, seed: int) -> dict[str, np.ndarray]:
     return tensors_of(build_ptc(parse_layout((node.mount / "gpt" / "layout.json").read_bytes())), seed)
 
@@ -152,14 +157,29 @@ def test_save_from_all_ranks_load_anywhere_reconfigure_and_go_on(two, tmp_path):
         assert matches(state, wanted) == []
 
 
+def test_a_save_in_the_background_returns_when_the_state_is_copied(two):
+    a, b = two.nodes
+    paths = [(a, a, b, b)[rank].mount / "gpt" / "model" / str(rank) for rank in range(4)]
+    saves = []
+    for rank, path in enumerate(paths):
+        state = state_of(layout(), rank, 1)
+        saves.append(tenplexfs.save(state, path, step=1, wait=False))
+        assert rank == 3 or not saves[0].done()
+        for value in state.values():
+            if isinstance(value, np.ndarray):
+                value.fill(0)  # what the trainer does next
+    assert len({each.wait(60) for each in saves}) == 1
+    check(a.mount, "gpt", whole_of(a, 1))
+
+
 def test_a_process_that_dies_in_its_save_drops_the_step_and_the_next_run_saves(two):
     a, b = two.nodes
     with ranks(a, a, b, b) as group:
         all_do(group, "save", 1, True)
-        files = set((b.store / "objects").iterdir())
+        files = touched(b.store)
         for each in group[:3]:
             each.ask("save", 2, True)
-        until(lambda: set((b.store / "objects").iterdir()) - files)  # rank 2 has begun
+        until(lambda: touched(b.store) - files)  # rank 2 has begun
         group[2].end()
         answers = [each.hear() for each in group[:2]]
         assert [each["error"] for each in answers] == ["ConflictError"] * 2, answers
@@ -244,14 +264,26 @@ def test_replicas_that_differ_are_refused_with_tensor_and_ranks(two):
         except (InvalidError, ConflictError) as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=save, args=(rank,)) for rank in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(60)
+    def save_all() -> None:
+        threads = [threading.Thread(target=save, args=(rank,)) for rank in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(60)
+
+    save_all()
     assert len(failures) == 4
     assert any("norm: ranks" in str(each) and "bytes differ" in str(each) for each in failures), failures
     assert a.job()["step"] is None
+
+    # The same processes may try the step again.
+    failures.clear()
+    states[2]["norm"] = states[0]["norm"]
+    save_all()
+    assert not failures
+    check(a.mount, "gpt", whole_of(a, 1))
+    for node in two.nodes:
+        assert "does not know this job" not in node.log.read_text()
 
 
 def test_a_save_by_a_stale_step_or_without_saying_where_from_is_refused(tmp_path):
