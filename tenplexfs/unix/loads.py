@@ -14,6 +14,7 @@ import trio
 from tenplexfs.errors import CorruptError, NotFoundError, TenplexError
 from tenplexfs.formats import npy
 from tenplexfs.formats.frames import ALIGNMENT, MAX_FDS
+from tenplexfs.runtime.array_sums import AnyOf
 from tenplexfs.runtime.protocols import ArraySource
 from tenplexfs.runtime.snapshot import Snapshot
 from tenplexfs.storage.arrays import SnapshotArrays
@@ -31,12 +32,12 @@ class _File:
 
     Attributes:
         path: Of a tensor in it.
-        is_here: It is in the store.
+        arrays: Whose it is, in the store; None where it is to be made.
         size: Bytes of it that are wanted.
     """
 
     path: str
-    is_here: bool
+    arrays: SnapshotArrays | None
     size: int
 
 
@@ -56,7 +57,7 @@ class Load:
         self.view = view
         self._rank = rank
         self._pin: AbstractContextManager[ArraySource] | None = None
-        self._arrays: SnapshotArrays | None = None
+        self._arrays: list[SnapshotArrays] = []
         self._files: list[_File] = []
         self._small: list[tuple[str, int]] = []
         try:
@@ -66,7 +67,8 @@ class Load:
             pass
         else:
             self._pin = pin
-            self._arrays = arrays if isinstance(arrays, SnapshotArrays) else None
+            sources = arrays.sources if isinstance(arrays, AnyOf) else (arrays,)
+            self._arrays = [each for each in sources if isinstance(each, SnapshotArrays)]
         self.tensors = self._columns()
 
     def _columns(self) -> dict[str, Any]:
@@ -74,7 +76,6 @@ class Load:
 
         The place is a file and where the data begins in it; -1 for those that come as bytes.
         """
-        stored = self._arrays.stored.arrays if self._arrays is not None else {}
         ptc, rank = self.view.ptc, self._rank
         paths = ptc.rank_paths(rank)
         kinds: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -82,16 +83,17 @@ class Load:
         places: list[tuple[int, int]] = []
         numbers: dict[str, int] = {}
         for path in paths:
-            ref = stored.get((rank, path))
-            if ref is not None:
+            found = next((each for each in self._arrays if (rank, path) in each.stored.arrays), None)
+            if found is not None:
+                ref = found.stored.arrays[rank, path]
                 kind = ref.dtype, ref.shape
                 begin = ref.offset + ref.header_bytes
                 number = numbers.get(ref.file)
                 if number is None:
                     number = numbers[ref.file] = len(self._files)
-                    self._files.append(_File(path, True, begin + ref.nbytes))
+                    self._files.append(_File(path, found, begin + ref.nbytes))
                 elif self._files[number].size < begin + ref.nbytes:
-                    self._files[number] = _File(path, True, begin + ref.nbytes)
+                    self._files[number] = _File(path, found, begin + ref.nbytes)
                 places.append((number, begin))
             else:
                 kind = ptc.tensors[path].dtype, ptc.shard(rank, path).local_shape
@@ -111,7 +113,7 @@ class Load:
         if size < _FILE_BYTES:
             self._small.append((path, size))
             return -1, size
-        self._files.append(_File(path, False, header + size))
+        self._files.append(_File(path, None, header + size))
         return len(self._files) - 1, header
 
     async def files(self, first: int) -> tuple[list[int], list[int]]:
@@ -124,7 +126,7 @@ class Load:
         wanted = self._files[first : first + MAX_FDS]
         try:
             for each in wanted:
-                fds.append(self._open(each.path) if each.is_here else await self._fetch(each))
+                fds.append(await self._fetch(each) if each.arrays is None else self._open(each, each.arrays))
         except BaseException:
             for fd in fds:
                 os.close(fd)
@@ -145,14 +147,14 @@ class Load:
 
     def close(self) -> None:
         """Lets go of the snapshot; what was handed out stays."""
-        pin, self._pin, self._arrays = self._pin, None, None
+        pin, self._pin, self._arrays = self._pin, None, []
         if pin is not None:
             pin.__exit__(None, None, None)
 
-    def _open(self, path: str) -> int:
-        found = self._arrays.open(self._rank, path) if self._arrays is not None else None
+    def _open(self, each: _File, arrays: SnapshotArrays) -> int:
+        found = arrays.open(self._rank, each.path)
         if found is None:
-            raise NotFoundError(f"{path} of rank {self._rank}: is not here any more")
+            raise NotFoundError(f"{each.path} of rank {self._rank}: is not here any more")
         return found[0]
 
     async def _fetch(self, each: _File) -> int:
