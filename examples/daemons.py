@@ -98,9 +98,11 @@ class Node:
 def cluster(names: Sequence[str], *, mount: bool = True, prefix: Sequence[str] = ()) -> Iterator[list[Node]]:
     """Daemons that know each other, in directories of their own; all of it is gone afterwards.
 
-    ``prefix`` is what each command begins with, to start it elsewhere.
+    By SIGTERM too. ``prefix`` is what each command begins with, to start it elsewhere.
     """
     with ExitStack() as stack:
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        stack.callback(signal.signal, signal.SIGTERM, before)
         base = Path(tempfile.mkdtemp(prefix="tenplexfs-"))
         store = Path(tempfile.mkdtemp(prefix="tenplexfs-", dir="/dev/shm"))
         for directory in (base, store):

@@ -309,7 +309,9 @@ class _Launcher:
 
     def _others_left(self, start: _Start) -> bool:
         with suppress(UnavailableError):
-            return self._meeting is not None and self._meeting.get(start.key) != start.name
+            # Where they are all done, the ranks here are about to be.
+            still = (start.name, f"{_ENDED}0")
+            return self._meeting is not None and self._meeting.get(start.key) not in still
         return False
 
     def _is_old(self, start: _Start) -> bool:
