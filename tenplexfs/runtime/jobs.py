@@ -170,7 +170,10 @@ class JobTable:
             self._heads[job] = head
         shown = self._member.shown().get(job)
         is_so = (shown.head.snapshot.txid if shown else None) == (head.snapshot.txid if head else None)
-        if job not in self._following and not (is_so and head is not None):
+        if is_so and head is not None:
+            if self._failures.pop(job, None) is not None:  # the registry knows it again
+                self.touch()
+        elif job not in self._following:
             self._following[job] = trio.Event()
             nursery.start_soon(self._follow, job)
 
