@@ -23,6 +23,8 @@ from tenplexfs.core.snapshot import JobName, NodeName, TxId
 from tenplexfs.errors import InvalidError, NotFoundError
 from tenplexfs.formats import npy
 from tenplexfs.formats.frames import ALIGNMENT, MAX_FDS
+from tenplexfs.formats.manifest import ArrayRef
+from tenplexfs.runtime.array_sums import AnyOf
 from tenplexfs.runtime.fetching import Bytes, Wanted
 from tenplexfs.runtime.protocols import ArraySource
 from tenplexfs.runtime.reading import FullTensor
@@ -92,15 +94,16 @@ class Regions:
         self.of_rank: list[int] = []
         self._list_documents()
         self._pin: AbstractContextManager[ArraySource] | None = None
-        self._arrays: SnapshotArrays | None = None
-        self._files: list[list[Any]] = []  # rank, path, bytes that are wanted
+        self._parts: list[SnapshotArrays] = []
+        self._files: list[list[Any]] = []  # part, rank, path, bytes that are wanted
         try:
             pin = open_arrays()
             arrays = pin.__enter__()
         except NotFoundError:
             return
         self._pin = pin
-        self._arrays = arrays if isinstance(arrays, SnapshotArrays) else None
+        sources = arrays.sources if isinstance(arrays, AnyOf) else (arrays,)
+        self._parts = [each for each in sources if isinstance(each, SnapshotArrays)]
 
     def _list_documents(self) -> None:
         known: dict[object, int] = {}
@@ -128,30 +131,35 @@ class Regions:
         self._files.clear()
         numbers: dict[str, int] = {}
         places: list[tuple[int, int]] = []
-        stored = self._arrays.stored.arrays if self._arrays is not None else {}
         for key in keys:
             match key:
-                case [int(rank), str(path)] if (ref := stored.get((rank, path))) is not None:
-                    pass
+                case [int(rank), str(path)] if (found := self._stored(rank, path)) is not None:
+                    part, ref = found
                 case _:
                     raise NotFoundError(f"regions: {key!r:.100}: is not on this node")
             begin = ref.offset + ref.header_bytes
             number = numbers.setdefault(ref.file, len(self._files))
             if number == len(self._files):
-                self._files.append([rank, path, 0])
-            self._files[number][2] = max(self._files[number][2], begin + ref.nbytes)
+                self._files.append([part, rank, path, 0])
+            self._files[number][3] = max(self._files[number][3], begin + ref.nbytes)
             places.append((number, begin))
         return places
+
+    def _stored(self, rank: int, path: str) -> tuple[SnapshotArrays, ArrayRef] | None:
+        for part in self._parts:
+            if (ref := part.stored.arrays.get((rank, path))) is not None:
+                return part, ref
+        return None
 
     def files(self, first: int) -> tuple[list[int], list[int]]:
         """Returns the sizes and descriptors of some files of `here` from ``first`` on."""
         fds: list[int] = []
         wanted = self._files[first : first + MAX_FDS]
-        for rank, path, _ in wanted:
-            found = self._arrays.open(rank, path) if self._arrays is not None else None
+        for part, rank, path, _ in wanted:
+            found = part.open(rank, path)
             assert found is not None
             fds.append(found[0])
-        return [size for _, _, size in wanted], fds
+        return [size for *_, size in wanted], fds
 
     async def read(self, items: Sequence[object], uses: int) -> tuple[int, int]:
         """Returns a file with regions of whole tensors, each aligned, and its size.
@@ -224,7 +232,7 @@ class Regions:
 
     def close(self) -> None:
         """Lets go of the snapshot; what was handed out stays."""
-        pin, self._pin, self._arrays = self._pin, None, None
+        pin, self._pin, self._parts = self._pin, None, []
         if pin is not None:
             pin.__exit__(None, None, None)
 
