@@ -162,6 +162,7 @@ def _axes(ranks: int) -> list[control_pb2.Axis]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--lost", type=int, choices=(1, 2, 3), help="only so many; else each")
     parser.add_argument("--step-s", type=float, default=1.0, help="assumed time of a training step")
     asked = parser.parse_args()
     random = np.random.default_rng(0)
@@ -181,6 +182,8 @@ def main() -> None:
         size = nbytes // MIB
         print(f"(tp 4, pp 2, dp 2) on 4 nodes, {size} MiB of weights and optimizer, {asked.rounds} rounds")
         for gone, left in CASES.items():
+            if asked.lost not in (None, len(gone)):
+                continue
             times: dict[str, list[float]] = {"copies": [], "reload": []}
             for _ in range(asked.rounds):
                 until(lambda: all(status(node)["survives_node_losses"] == 3 for node in nodes[1:]))
