@@ -67,8 +67,8 @@ def derive(path: str, leaf: Leaf, rank: int) -> Leaf | None:
             "$": "tuple",
             "items": ["MT19937", {"$": "namedtuple", "items": ["uint32", _, _]} as words, *_],
         }:
-            data = {"$": "bytes", "base64": base64.b64encode(drawn.digest(4 * _WORDS)).decode()}
-            new = {**words, "items": [*words["items"][:2], data]}
+            raw = {"$": "bytes", "base64": base64.b64encode(drawn.digest(4 * _WORDS)).decode()}
+            new = {**words, "items": [*words["items"][:2], raw]}
             return {**leaf, "items": ["MT19937", new, _WORDS, 0, 0.0]}
         case {"$": "tuple", "items": ["MT19937", [*words], *_]} if len(words) == _WORDS:
             return {**leaf, "items": ["MT19937", _words(drawn.digest(4 * _WORDS)), _WORDS, 0, 0.0]}

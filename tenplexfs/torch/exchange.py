@@ -130,7 +130,7 @@ class Exchange:
         return verdict
 
     def _tidy(self, posted: str, turn: int) -> None:
-        """Deletes what this rank posted two rounds before; of the last one, some may not have heard all yet."""
+        """Deletes what this rank posted two rounds before; of the last one, some may not have heard all."""
         assert self._store is not None
         self._posted = f"{posted}/{turn}"
         last = f"{posted}/{turn - 2}"
