@@ -152,7 +152,8 @@ class Dataset:
         return {**self.__dict__, "_files": None}
 
     def __del__(self) -> None:
-        self._close()
+        if os is not None:  # as modules are when the interpreter ends
+            self._close()
 
     def _span(self, begin: int, end: int) -> npt.NDArray[np.generic] | list[bytes]:
         files = self._opened()
