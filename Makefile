@@ -95,6 +95,10 @@ bench-state: $(READY) $(FRAMEWORKS) ## saves and loads against files on tmpfs, a
 	$(BIN)/python benchmarks/bench_state.py $(ARGS)
 	$(BIN)/python benchmarks/bench_torch.py
 
+.PHONY: bench-transfer
+bench-transfer: $(READY) ## ranges between daemons against a plain TCP stream
+	$(BIN)/python benchmarks/bench_transfer.py $(ARGS)
+
 .PHONY: bench-network
 bench-network: $(READY) ## reconfigurations over links of a given rate, as root
 	$(BIN)/python benchmarks/bench_network.py $(ARGS)

@@ -176,18 +176,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rates", default="200,1000", help="Mbit/s of each link, each way")
     parser.add_argument("--seconds", type=float, default=8.0, help="state = what a link carries in that time")
+    parser.add_argument("--replicas", action="store_true", help="only data parallelism 1 -> 2, 4, 8")
     parser.add_argument("--no-central", action="store_true", help="leave the baseline out")
     arguments = parser.parse_args()
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
         raise SystemExit(f"{', '.join(missing)}: missing; install iproute2")
-    for rate in map(int, arguments.rates.split(",")):
+    for rate in () if arguments.replicas else map(int, arguments.rates.split(",")):
         nbytes = int(arguments.seconds * rate * 1e6 / 8)
         with daemons(4, rate, nbytes) as cluster:
             print(f"\n4 hosts, links of {rate} Mbit/s, state of {cluster.nbytes / 1e6:.0f} MB")
             for case in CASES:
                 measure(cluster, case, central=not arguments.no_central)
     rate = int(arguments.rates.partition(",")[0])
-    with daemons(8, rate, int(arguments.seconds / 4 * rate * 1e6 / 8)) as cluster:
+    with daemons(8, rate, int(arguments.seconds / 2 * rate * 1e6 / 8)) as cluster:
         print(f"\nreplicas on as many hosts, links of {rate} Mbit/s, state of {cluster.nbytes / 1e6:.0f} MB")
         times = [measure(cluster, case, central=False)[0] for case in REPLICAS]
         print(f"  time for 8 / time for 2: {times[2] / times[0]:.2f}")
