@@ -86,6 +86,7 @@ class Reader(StorageReader):
         self._snapshot: OpenSnapshot | None = None
         self._catalog: Catalog | None = None
         self._sources: Sources | None = None
+        self._items: list[ReadItem] = []
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -121,14 +122,15 @@ class Reader(StorageReader):
         """Has nothing to do."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Returns ``plan`` with what this rank wants from other nodes."""
+        """Returns what this rank wants from other nodes; the items stay here, no other rank needs them."""
         assert self._snapshot is not None and self._sources is not None
         remote: list[Remote] = []
         for item in plan.items:
             if (region := self._region(item)) is not None:
                 remote += [part.remote for part in self._sources.parts(region) if part.key is None]
         wants = _Wants(self._snapshot.snapshot, self._snapshot.node, tuple(dict.fromkeys(remote)))
-        return replace(plan, storage_data=wants)
+        self._items = plan.items
+        return replace(plan, items=[], storage_data=wants)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Returns ``plans`` with one snapshot for all, and what ranks of a node want together."""
@@ -153,6 +155,7 @@ class Reader(StorageReader):
             TenplexError: Some of it cannot be had.
         """
         order = cast(_Order, plan.storage_data)
+        plan = replace(plan, items=plan.items or self._items)
         # Found once: what is exchanged between ranks must not be exchanged again when a daemon was away.
         pieces = dict(self._pieces(plan, planner))
         patiently(lambda: self._read(plan, planner, order, pieces))

@@ -110,8 +110,11 @@ class Writer(StorageWriter):
         """Has nothing to do."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Returns ``plan`` as it is."""
-        return plan
+        """Returns ``plan`` without its items, which are not what is written: ranks need not exchange them.
+
+        So the metadata that `dcp.save` returns name nothing.
+        """
+        return replace(plan, items=[])
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Returns ``plans`` as they are.
