@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 _DROP_S = 10.0
 _LOOK_S = 0.5
 _GUEST_S = 2.0  # how long a node that holds nothing of the job keeps the answer waiting
+_MISSED_S = 0.2  # the same of one that the registry does not know as alive
 
 
 @dataclass(frozen=True)
@@ -165,10 +166,12 @@ class Switcher:
     ) -> list[NodeName]:
         """Tells every known node; returns the members that did not acknowledge."""
         late: list[NodeName] = []
+        living = self.living()
 
         async def tell(node: NodeName) -> None:
             why = "no answer"
-            with trio.move_on_after(math.inf if node in members else _GUEST_S):
+            guest_s = _GUEST_S if node in living or not living else _MISSED_S
+            with trio.move_on_after(math.inf if node in members else guest_s):
                 try:
                     await self.calls.switch(node, job, head)
                 except TenplexError as error:
