@@ -163,6 +163,7 @@ async def _start(
         read_timeout_s=config.read_timeout_s,
         retain_s=config.retain_s,
         remote_reads=config.remote_reads,
+        transfer_bytes=config.transfer_bytes,
         spill=config.spill,
         datasets=datasets,
     )
@@ -292,6 +293,8 @@ async def _start(
             listen=config.listen,
             socket=_grpc_socket(config),
             credentials=access.server,
+            token=access.token,
+            data_port=config.data_port,
             token=access.token,
             context=access.server_context,
             node=config.node,

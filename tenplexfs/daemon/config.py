@@ -44,6 +44,8 @@ SETTINGS: Mapping[str, str] = {
     "memory": "Limit of the store, as 8GiB, 8Gi or 50%; default: 25%.",
     "remote_reads": "Whether ranks of other nodes can be read here (on or off); default: on.",
     "read_timeout": "Seconds that a read waits for another node; default: 60.",
+    "transfer_memory": "Memory that transfers between nodes may hold here, as memory; default: 256MiB.",
+    "data_port": "Port beside that of --listen for the bytes between nodes; default: any free one.",
     "window": "Memory for the samples of a dataset that are fetched ahead, as memory; default: 1GiB.",
     "spill": "Directory on a disk, for open files of replaced snapshots when memory is short; default: none.",
     "retain": "Seconds that a replaced snapshot is kept for nodes that do not answer; default: 600.",
@@ -89,6 +91,8 @@ class Config:
     retain_s: float = 600.0
     spill: Path | None = None
     window_bytes: int = 1 << 30
+    transfer_bytes: int = 256 << 20
+    data_port: int = 0
     restore_from: str | None = None
     allow_other: bool = False
     tls: Path | None = None
@@ -216,6 +220,14 @@ class _Settings:
             raise UsageError(f"{self._where(name)}: {name}: need seconds > 0, got {text!r}")
         return value
 
+    def port(self, name: str, *, default: int) -> int:
+        text = self.text(name)
+        if text is None:
+            return default
+        if not (text.isdecimal() and int(text) < 1 << 16):
+            raise UsageError(f"{self._where(name)}: {name}: need a port, got {text!r}")
+        return int(text)
+
     def _where(self, name: str) -> str:
         return self._found[name][0]
 
@@ -273,6 +285,8 @@ def _complete(settings: _Settings, environ: Mapping[str, str]) -> Config:
         read_timeout_s=settings.seconds("read_timeout", 60.0),
         retain_s=settings.seconds("retain", 600.0),
         spill=None if spill is None else Path(spill),
+        transfer_bytes=parse_size(settings.text("transfer_memory") or "256MiB", of_bytes=_memory_bytes()),
+        data_port=settings.port("data_port", default=0),
         window_bytes=parse_size(settings.text("window") or "1GiB", of_bytes=_memory_bytes()),
         restore_from=_place(settings.text("restore_from")),
         allow_other=settings.switch("allow_other", default=False),

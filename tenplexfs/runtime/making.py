@@ -37,8 +37,10 @@ class Maker:
         scatter: ScatterFactory,
         compute: Compute,
         views: Views,
+        transfer_bytes: int,
     ) -> None:
         self._node = node
+        self._transfer_bytes = transfer_bytes
         self._store = store
         self._peers = peers
         self._scatter = scatter
@@ -85,7 +87,16 @@ class Maker:
                 peers = persisted or _Blaming(self._peers, order.base_txid)
                 txid = order.snapshot.txid
                 with self._base(order.job, order.base_txid) as base:
-                    staging = Staging(ingest, part, base, peers, self._scatter, report, txid=txid)
+                    staging = Staging(
+                        ingest,
+                        part,
+                        base,
+                        peers,
+                        self._scatter,
+                        report,
+                        txid=txid,
+                        max_bytes=self._transfer_bytes,
+                    )
                     with self.serving(txid, staging.board):  # to nodes that have it passed on to them
                         await staging.run()
             else:

@@ -31,7 +31,7 @@ from tenplexfs.runtime.planning import Expanded, expand
 from tenplexfs.runtime.protocols import PeerReader
 from tenplexfs.runtime.saving import Saves
 from tenplexfs.runtime.snapshot import Snapshot
-from tenplexfs.runtime.staging import ScatterFactory
+from tenplexfs.runtime.staging import MAX_BYTES, ScatterFactory
 from tenplexfs.runtime.stock import Stock
 from tenplexfs.runtime.views import Views
 from tenplexfs.storage.store import Store, StoredSnapshot
@@ -49,6 +49,7 @@ class Member:
     Args:
         describe: Asks the nodes of a head for its layout, where this node stores none of it.
         read_timeout_s: How long a read waits for another node.
+        transfer_bytes: What transfers may hold in memory.
         retain_s: How long a replaced snapshot is kept for others that do not say they are done with it.
         grace_s: How long it is kept at least, for walks that are under way.
         spill: A directory on a disk, for open files of the past when there is no room.
@@ -77,6 +78,7 @@ class Member:
         read_timeout_s: float,
         retain_s: float,
         remote_reads: bool,
+        transfer_bytes: int = MAX_BYTES,
         grace_s: float = GRACE_S,
         spill: Path | None = None,
         datasets: Datasets | None = None,
@@ -89,7 +91,13 @@ class Member:
         self._compute = compute
         self._views = Views(node, store, peers, handles, read_timeout_s, remote_reads, datasets)
         self._maker = Maker(
-            node=node, store=store, peers=peers, scatter=scatter, compute=compute, views=self._views
+            node=node,
+            store=store,
+            peers=peers,
+            scatter=scatter,
+            compute=compute,
+            views=self._views,
+            transfer_bytes=transfer_bytes,
         )
         self._stock = Stock(node, store)
         self.jobs, self.inventory, self.sums = self._stock.jobs, self._stock.inventory, self._stock.sums
