@@ -293,10 +293,9 @@ async def _start(
             listen=config.listen,
             socket=_grpc_socket(config),
             credentials=access.server,
-            token=access.token,
+            context=access.server_context,
             data_port=config.data_port,
             token=access.token,
-            context=access.server_context,
             node=config.node,
         )
     )
