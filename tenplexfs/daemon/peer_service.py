@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager, aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager, suppress
 
 import trio
 
 from tenplexfs._pb import peer_pb2
 from tenplexfs.core.snapshot import JobName, NodeName, TxId, check_job_name, check_node_name
+from tenplexfs.daemon.kept_arrays import KeptArrays
 from tenplexfs.daemon.view import VERSION, Metrics
 from tenplexfs.errors import NotFoundError, TenplexError
 from tenplexfs.formats.checkpoint import encode_files
@@ -49,15 +50,18 @@ class PeerService:
         self._member = member
         self._table = table
         self._leases = leases
+        self._kept = KeptArrays(leases, nursery)
         self._metrics = metrics
         self._nursery = nursery
         self._learn = learn
         self._stops = stops
         self._shares = shares
 
-    def open_arrays(self, job: JobName, txid: TxId) -> AbstractContextManager[ArraySource]:
+    @contextmanager
+    def open_arrays(self, job: JobName, txid: TxId) -> Iterator[ArraySource]:
         """Gives the local arrays of a snapshot. For worker threads."""
-        return self._member.open_arrays(job, txid)
+        with self._member.open_arrays(job, txid) as arrays:
+            yield self._kept.of(txid, arrays)
 
     async def hello(self, request: peer_pb2.HelloRequest) -> peer_pb2.HelloReply:
         """Returns who this is."""
@@ -200,7 +204,9 @@ class PeerService:
         job, txid = check_job_name(request.job), check_txid(request.txid)
         if not self._member.holds(job, txid):
             raise NotFoundError(f"node {self._member.node}: stores no snapshot {txid} of job {job}")
-        return peer_pb2.LeaseReply(lease_id=self._leases.lease(job, txid, request.lease_id, request.ttl_s))
+        lease_id = self._leases.lease(job, txid, request.lease_id, request.ttl_s)
+        self._kept.keep(txid)
+        return peer_pb2.LeaseReply(lease_id=lease_id)
 
     async def release(self, request: peer_pb2.ReleaseRequest) -> peer_pb2.ReleaseReply:
         """Ends a lease."""
