@@ -19,7 +19,7 @@ _LOOK_S = 1.0
 class KeptArrays:
     """Arrays that were asked for under a lease.
 
-    A read through the mount asks for a MiB at a time; to map the file for each one costs its page faults anew.
+    A read through the mount asks for a MiB at a time; to map the file for each one costs its page faults.
     """
 
     def __init__(self, leases: LeaseTable, nursery: trio.Nursery) -> None:
