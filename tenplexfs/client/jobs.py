@@ -105,7 +105,7 @@ def wait(
 
     Args:
         path: ``<mount>/<job>``.
-        state: "empty", "ready", "reconfiguring", "undecided" or "failed"; None: any.
+        state: "empty", "ready", "reconfiguring", "undecided", "paused" or "failed"; None: any.
         generation: The lowest that will do.
         step: The lowest that will do.
         timeout_s: For how long; default: for ever.

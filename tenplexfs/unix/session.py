@@ -29,7 +29,7 @@ __all__ = ["ClientSession", "Parts"]
 Message = Mapping[str, Any]
 
 _WAIT_S = 5.0  # of one answer; the client asks again
-_STATES = ("empty", "ready", "reconfiguring", "undecided", "failed")
+_STATES = ("empty", "ready", "reconfiguring", "undecided", "paused", "failed")
 
 
 @dataclass(frozen=True)

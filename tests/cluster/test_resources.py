@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import tenplexfs
 from tenplexfs._pb import control_pb2
 from tenplexfs.errors import InvalidError, TenplexError
 from tenplexfs.rpc.connection import Connection
@@ -183,6 +184,7 @@ def test_without_a_parallelizer_the_mesh_stays(two):
         }
         paused = first.ok("reconfigure", "gpt", "--resources", "none")["job"]
         assert (paused["state"], paused["message"]) == ("paused", "there are no devices")
+        assert tenplexfs.wait(first.mount / "gpt", state="paused", timeout_s=10)["state"] == "paused"
         for wrong in ("node0", "node0=x", "node0=1,node0=2", ""):
             status, content, _ = first.run("reconfigure", "gpt", "--resources", wrong)
             assert status == 2 and "need nodes with devices" in content["error"]["message"], content
