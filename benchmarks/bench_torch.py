@@ -8,6 +8,7 @@ is checked after each load. And a rank's share by itself: `tenplexfs.load` again
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -18,7 +19,7 @@ from pathlib import Path
 from harness import MIB, cluster
 
 ROUNDS = 5
-TENSORS = 1000
+TENSORS = int(os.environ.get("TENSORS", "1000"))  # 12 GB of memory; 400 take 5
 WORLDS = (2, 4)
 
 
