@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tenplexfs._pb import control_pb2 as tenplexfs_dot_v1_dot_control__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atenplexfs/v1/dataset.proto\x12\x0ctenplexfs.v1\x1a\x1atenplexfs/v1/control.proto\"\xd9\x02\n\x11\x41\x64\x64\x44\x61tasetRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07sources\x18\x03 \x03(\t\x12\x0c\n\x04kind\x18\x04 \x01(\t\x12\x0f\n\x07members\x18\x05 \x01(\x08\x12\x14\n\x0crecord_bytes\x18\x06 \x01(\x04\x12\x12\n\nskip_bytes\x18\x07 \x01(\x04\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\r\n\x05shape\x18\t \x03(\x04\x12\x17\n\x0fsequence_length\x18\n \x01(\x04\x12\x14\n\x0cglobal_batch\x18\x0b \x01(\x04\x12\x0c\n\x04seed\x18\x0c \x01(\x04\x12\x14\n\x07shuffle\x18\r \x01(\x08H\x00\x88\x01\x01\x12\x0c\n\x04tail\x18\x0e \x01(\t\x12\x0f\n\x07unsplit\x18\x0f \x01(\x08\x12\r\n\x05\x65poch\x18\x10 \x01(\x04\x12\x10\n\x08\x63onsumed\x18\x11 \x01(\x04\x12\x12\n\nrequest_id\x18\x12 \x01(\tB\n\n\x08_shuffle\"\x1e\n\x0cIndexRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"\x1a\n\nIndexReply\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"?\n\x12ReadSamplesRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x01(\x0c\x12\x0c\n\x04read\x18\x03 \x01(\x08\";\n\x10ReadSamplesReply\x12\x0c\n\x04held\x18\x01 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0b\n\x03sum\x18\x03 \x01(\x06\x32L\n\x08\x44\x61tasets\x12@\n\x03\x41\x64\x64\x12\x1f.tenplexfs.v1.AddDatasetRequest\x1a\x16.tenplexfs.v1.Progress0\x01\x32\x96\x01\n\x07Samples\x12?\n\x05Index\x12\x1a.tenplexfs.v1.IndexRequest\x1a\x18.tenplexfs.v1.IndexReply0\x01\x12J\n\x04Read\x12 .tenplexfs.v1.ReadSamplesRequest\x1a\x1e.tenplexfs.v1.ReadSamplesReply0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atenplexfs/v1/dataset.proto\x12\x0ctenplexfs.v1\x1a\x1atenplexfs/v1/control.proto\"\xd9\x02\n\x11\x41\x64\x64\x44\x61tasetRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07sources\x18\x03 \x03(\t\x12\x0c\n\x04kind\x18\x04 \x01(\t\x12\x0f\n\x07members\x18\x05 \x01(\x08\x12\x14\n\x0crecord_bytes\x18\x06 \x01(\x04\x12\x12\n\nskip_bytes\x18\x07 \x01(\x04\x12\r\n\x05\x64type\x18\x08 \x01(\t\x12\r\n\x05shape\x18\t \x03(\x04\x12\x17\n\x0fsequence_length\x18\n \x01(\x04\x12\x14\n\x0cglobal_batch\x18\x0b \x01(\x04\x12\x0c\n\x04seed\x18\x0c \x01(\x04\x12\x14\n\x07shuffle\x18\r \x01(\x08H\x00\x88\x01\x01\x12\x0c\n\x04tail\x18\x0e \x01(\t\x12\x0f\n\x07unsplit\x18\x0f \x01(\x08\x12\r\n\x05\x65poch\x18\x10 \x01(\x04\x12\x10\n\x08\x63onsumed\x18\x11 \x01(\x04\x12\x12\n\nrequest_id\x18\x12 \x01(\tB\n\n\x08_shuffle\"E\n\x14RemoveDatasetRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"\x1e\n\x0cIndexRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"\x1a\n\nIndexReply\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"?\n\x12ReadSamplesRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x01(\x0c\x12\x0c\n\x04read\x18\x03 \x01(\x08\";\n\x10ReadSamplesReply\x12\x0c\n\x04held\x18\x01 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0b\n\x03sum\x18\x03 \x01(\x06\x32\x94\x01\n\x08\x44\x61tasets\x12@\n\x03\x41\x64\x64\x12\x1f.tenplexfs.v1.AddDatasetRequest\x1a\x16.tenplexfs.v1.Progress0\x01\x12\x46\n\x06Remove\x12\".tenplexfs.v1.RemoveDatasetRequest\x1a\x16.tenplexfs.v1.Progress0\x01\x32\x96\x01\n\x07Samples\x12?\n\x05Index\x12\x1a.tenplexfs.v1.IndexRequest\x1a\x18.tenplexfs.v1.IndexReply0\x01\x12J\n\x04Read\x12 .tenplexfs.v1.ReadSamplesRequest\x1a\x1e.tenplexfs.v1.ReadSamplesReply0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,16 +34,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ADDDATASETREQUEST']._serialized_start=73
   _globals['_ADDDATASETREQUEST']._serialized_end=418
-  _globals['_INDEXREQUEST']._serialized_start=420
-  _globals['_INDEXREQUEST']._serialized_end=450
-  _globals['_INDEXREPLY']._serialized_start=452
-  _globals['_INDEXREPLY']._serialized_end=478
-  _globals['_READSAMPLESREQUEST']._serialized_start=480
-  _globals['_READSAMPLESREQUEST']._serialized_end=543
-  _globals['_READSAMPLESREPLY']._serialized_start=545
-  _globals['_READSAMPLESREPLY']._serialized_end=604
-  _globals['_DATASETS']._serialized_start=606
-  _globals['_DATASETS']._serialized_end=682
-  _globals['_SAMPLES']._serialized_start=685
-  _globals['_SAMPLES']._serialized_end=835
+  _globals['_REMOVEDATASETREQUEST']._serialized_start=420
+  _globals['_REMOVEDATASETREQUEST']._serialized_end=489
+  _globals['_INDEXREQUEST']._serialized_start=491
+  _globals['_INDEXREQUEST']._serialized_end=521
+  _globals['_INDEXREPLY']._serialized_start=523
+  _globals['_INDEXREPLY']._serialized_end=549
+  _globals['_READSAMPLESREQUEST']._serialized_start=551
+  _globals['_READSAMPLESREQUEST']._serialized_end=614
+  _globals['_READSAMPLESREPLY']._serialized_start=616
+  _globals['_READSAMPLESREPLY']._serialized_end=675
+  _globals['_DATASETS']._serialized_start=678
+  _globals['_DATASETS']._serialized_end=826
+  _globals['_SAMPLES']._serialized_start=829
+  _globals['_SAMPLES']._serialized_end=979
 # @@protoc_insertion_point(module_scope)

@@ -47,6 +47,16 @@ class AddDatasetRequest(_message.Message):
     request_id: str
     def __init__(self, job: _Optional[str] = ..., name: _Optional[str] = ..., sources: _Optional[_Iterable[str]] = ..., kind: _Optional[str] = ..., members: _Optional[bool] = ..., record_bytes: _Optional[int] = ..., skip_bytes: _Optional[int] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., sequence_length: _Optional[int] = ..., global_batch: _Optional[int] = ..., seed: _Optional[int] = ..., shuffle: _Optional[bool] = ..., tail: _Optional[str] = ..., unsplit: _Optional[bool] = ..., epoch: _Optional[int] = ..., consumed: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
 
+class RemoveDatasetRequest(_message.Message):
+    __slots__ = ("job", "name", "request_id")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    name: str
+    request_id: str
+    def __init__(self, job: _Optional[str] = ..., name: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+
 class IndexRequest(_message.Message):
     __slots__ = ("digest",)
     DIGEST_FIELD_NUMBER: _ClassVar[int]

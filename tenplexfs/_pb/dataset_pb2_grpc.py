@@ -41,6 +41,11 @@ class DatasetsStub:
                 request_serializer=tenplexfs_dot_v1_dot_dataset__pb2.AddDatasetRequest.SerializeToString,
                 response_deserializer=tenplexfs_dot_v1_dot_control__pb2.Progress.FromString,
                 _registered_method=True)
+        self.Remove = channel.unary_stream(
+                '/tenplexfs.v1.Datasets/Remove',
+                request_serializer=tenplexfs_dot_v1_dot_dataset__pb2.RemoveDatasetRequest.SerializeToString,
+                response_deserializer=tenplexfs_dot_v1_dot_control__pb2.Progress.FromString,
+                _registered_method=True)
 
 
 class DatasetsServicer:
@@ -55,12 +60,24 @@ class DatasetsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Remove(self, request, context):
+        """Switches the job to a snapshot without the dataset.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DatasetsServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Add': grpc.unary_stream_rpc_method_handler(
                     servicer.Add,
                     request_deserializer=tenplexfs_dot_v1_dot_dataset__pb2.AddDatasetRequest.FromString,
+                    response_serializer=tenplexfs_dot_v1_dot_control__pb2.Progress.SerializeToString,
+            ),
+            'Remove': grpc.unary_stream_rpc_method_handler(
+                    servicer.Remove,
+                    request_deserializer=tenplexfs_dot_v1_dot_dataset__pb2.RemoveDatasetRequest.FromString,
                     response_serializer=tenplexfs_dot_v1_dot_control__pb2.Progress.SerializeToString,
             ),
     }
@@ -91,6 +108,33 @@ class Datasets:
             target,
             '/tenplexfs.v1.Datasets/Add',
             tenplexfs_dot_v1_dot_dataset__pb2.AddDatasetRequest.SerializeToString,
+            tenplexfs_dot_v1_dot_control__pb2.Progress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Remove(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tenplexfs.v1.Datasets/Remove',
+            tenplexfs_dot_v1_dot_dataset__pb2.RemoveDatasetRequest.SerializeToString,
             tenplexfs_dot_v1_dot_control__pb2.Progress.FromString,
             options,
             channel_credentials,

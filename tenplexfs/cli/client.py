@@ -178,6 +178,12 @@ class Daemon:
         """Yields the progress of the index, then that of the switch."""
         return self._stream("Datasets/Add", request, timeout_s)
 
+    def remove_dataset(
+        self, request: dataset_pb2.RemoveDatasetRequest, timeout_s: float | None
+    ) -> Iterator[control_pb2.Progress]:
+        """Yields the progress of the switch."""
+        return self._stream("Datasets/Remove", request, timeout_s)
+
     def nodes(self) -> members_pb2.ListNodesReply:
         """Returns every node."""
         reply: members_pb2.ListNodesReply = self._call("Members/List", members_pb2.ListNodesRequest())

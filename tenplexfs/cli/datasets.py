@@ -1,4 +1,4 @@
-"""``tenplexfs dataset ...``: add one to a job, show them, compare what the mount delivers with the order."""
+"""``tenplexfs dataset ...``: add to a job, show, remove, compare what the mount delivers with the order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tenplexfs.errors import CorruptError, NotFoundError, PreconditionError, Usa
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Datasets of jobs: add, show, verify.", no_args_is_help=True)
+app = typer.Typer(help="Datasets of jobs: add, show, remove, verify.", no_args_is_help=True)
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="The job.")]
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The dataset: letters, digits, _ . -")]
 
@@ -135,6 +135,26 @@ def show_datasets(
     session.emit(
         "datasets", {"job": job, "datasets": chosen}, lambda: show.table(head, rows, numbers=(2, 3, 4, 5))
     )
+
+
+@command(app, "remove")
+def remove(
+    session: Session,
+    *,
+    job: JobArgument,
+    name: NameArgument,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", min=0.001, help="How long to wait.")
+    ] = None,
+) -> None:
+    """Switch a job to a snapshot without a dataset; its source is left alone."""
+    request = dataset_pb2.RemoveDatasetRequest(job=job, name=name, request_id=uuid.uuid4().hex)
+    with session.connect() as daemon:
+        last = show.progress(daemon.remove_dataset(request, timeout), f"{job}: {name}", quiet=session.json)
+    check_last(last, f"dataset remove {job} {name}")
+    assert last is not None
+    content = {"job": job_content(last.job), "dataset": name}
+    session.emit("dataset-remove", content, lambda: typer.echo(f"{job}: {name} is removed"))
 
 
 @command(app, "verify")

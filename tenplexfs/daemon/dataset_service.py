@@ -1,8 +1,8 @@
-"""What the daemon answers about datasets: adding one, with its index built by a process of its own."""
+"""What the daemon answers about datasets: adding (an index is built by a process of its own), removing."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,13 +10,14 @@ import trio
 
 from tenplexfs._pb import control_pb2, dataset_pb2
 from tenplexfs.core.cursor import Cursor, Tail
-from tenplexfs.core.datasets import DatasetState, spread_of
+from tenplexfs.core.datasets import DatasetState, Spread, spread_of
 from tenplexfs.core.snapshot import Head, JobName, NodeName, check_job_name
 from tenplexfs.daemon.transactions import Transaction, Transactions
 from tenplexfs.daemon.view import View, progress_message
-from tenplexfs.errors import ConflictError, ExistsError, InvalidError, TenplexError
+from tenplexfs.errors import ConflictError, ExistsError, InvalidError, NotFoundError, TenplexError
 from tenplexfs.formats.dataset_settings import check_dataset_name, datasets_of, put_datasets
 from tenplexfs.formats.layout_json import parse_layout
+from tenplexfs.formats.requests import Request, has_request
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.coordinator import Coordinator
 from tenplexfs.runtime.datasets import Datasets
@@ -86,9 +87,39 @@ class DatasetService:
         last = Progress("done", running.progress.message, running.progress.nodes)
         yield progress_message(last, self._view.job(wanted.job))
 
+    async def remove(self, request: dataset_pb2.RemoveDatasetRequest) -> AsyncIterator[control_pb2.Progress]:
+        """Switches the job to a snapshot without the dataset; indexes go when no snapshot names them."""
+        job, name = check_job_name(request.job), check_dataset_name(request.name)
+        self._view.job(job)
+
+        async def change(known: Description, head: Head) -> bytes:
+            await trio.lowlevel.checkpoint()
+            states = datasets_of(known.settings_json)
+            if name not in states:
+                raise NotFoundError(
+                    f"job {job}: no dataset {name}; there are: {', '.join(sorted(states)) or 'none'}"
+                )
+            del states[name]
+            return put_datasets(known.settings_json, _begun(states, head, _spread(known)))
+
+        async def work(report: Report) -> Head:
+            return await self._coordinator.change_settings(
+                job, request.request_id, change, report, arguments=arguments
+            )
+
+        arguments = f"dataset remove {name}".encode()
+        transaction = self._transactions.start(job, request.request_id, work, arguments)
+        async for progress in transaction.watch():
+            yield progress_message(progress)
+        done = Progress("done", f"dataset {name} is removed", transaction.progress.nodes)
+        yield progress_message(done, self._view.job(job))
+
     async def _add(self, running: Transaction, wanted: _Wanted) -> None:
         try:
-            with running.scope:
+            with running.scope, self._datasets.building():
+                settings = self._view.settings(wanted.job)
+                if not has_request(settings, Request(wanted.job, running.request_id)):
+                    _check_new(wanted, datasets_of(settings))
                 built = await self._build(running, wanted)
                 running.head = await self._switch(running, wanted, built)
                 running.report(Progress("done", _summary(built), running.progress.nodes))
@@ -134,9 +165,8 @@ class DatasetService:
         async def change(known: Description, head: Head) -> bytes:
             await trio.lowlevel.checkpoint()
             states = datasets_of(known.settings_json)
-            if wanted.name in states:
-                raise ExistsError(f"job {wanted.job}: has a dataset {wanted.name} already")
-            spread = spread_of(parse_layout(known.layout_json))
+            _check_new(wanted, states)
+            spread = _spread(known)
             batch = wanted.batch or spread.global_batch or 1
             state = DatasetState(
                 name=wanted.name,
@@ -154,13 +184,8 @@ class DatasetService:
                 start=Cursor(wanted.epoch, wanted.consumed, batch, wanted.seed),
                 start_step=head.snapshot.step or 0,
             )
-            began = [
-                old.begun(old.cursor_at(head.snapshot.step), head.snapshot.step, spread)
-                for old in states.values()
-            ]
-            return put_datasets(
-                known.settings_json, [*began, state.begun(state.start, head.snapshot.step, spread)]
-            )
+            began = [*_begun(states, head, spread), state.begun(state.start, head.snapshot.step, spread)]
+            return put_datasets(known.settings_json, began)
 
         async def work(report: Report) -> Head:
             return await self._coordinator.change_settings(wanted.job, running.request_id, change, report)
@@ -171,6 +196,25 @@ class DatasetService:
         if transaction.head is None:
             raise ConflictError(f"job {wanted.job}: the transaction was aborted")
         return transaction.head
+
+
+def _spread(known: Description) -> Spread:
+    return spread_of(parse_layout(known.layout_json))
+
+
+def _begun(states: Mapping[str, DatasetState], head: Head, spread: Spread) -> list[DatasetState]:
+    """Returns the datasets of the generation after ``head``, each from where training is in it."""
+    step = head.snapshot.step
+    return [state.begun(state.cursor_at(step), step, spread) for state in states.values()]
+
+
+def _check_new(wanted: _Wanted, states: Mapping[str, DatasetState]) -> None:
+    if wanted.name in states:
+        sources = ", ".join(states[wanted.name].sources)
+        raise ExistsError(
+            f"job {wanted.job}: has a dataset {wanted.name} already, of {sources}; to replace it, first "
+            f"`tenplexfs dataset remove {wanted.job} {wanted.name}`"
+        )
 
 
 def _wanted(request: dataset_pb2.AddDatasetRequest) -> _Wanted:

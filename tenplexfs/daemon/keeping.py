@@ -200,7 +200,6 @@ class Keeping:
             await self._coordinator.create(asked.job, layout, with_paused(plain_settings(then), None))
         elif asked.target is not None:
             raise InvalidError(f"job {asked.job}: is there, with a layout; restore it, then reconfigure it")
-        await trio.to_thread.run_sync(take_indexes, found, then, self._datasets.indexes)
 
         async def load(known: Description) -> State:
             if asked.only_new and known.snapshot.step is not None:
@@ -211,7 +210,9 @@ class Keeping:
             past = found.snapshot if is_own else None
             return replace(state, settings_json=settings, past=past)
 
-        return await self._coordinator.replace_state(asked.job, asked.request_id, load, report)
+        with self._datasets.building():
+            await trio.to_thread.run_sync(take_indexes, found, then, self._datasets.indexes)
+            return await self._coordinator.replace_state(asked.job, asked.request_id, load, report)
 
     async def _restore_new(self, url: str) -> None:
         """Makes the jobs that are persisted below ``url`` and that nobody knows; ends when all are there."""

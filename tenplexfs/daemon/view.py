@@ -102,6 +102,11 @@ class View:
             return "paused"
         return "empty" if shown.head.snapshot.step is None else "ready"
 
+    def settings(self, job: JobName) -> bytes:
+        """Returns the settings of the newest snapshot that is shown, requests included; empty: none is."""
+        shown = self._member.shown().get(job)
+        return b"" if shown is None else shown.settings_json
+
     def job(self, job: JobName) -> control_pb2.Job:
         """Returns a job as a message.
 

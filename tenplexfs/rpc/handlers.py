@@ -144,6 +144,10 @@ class DatasetsHandler(Protocol):
         """Yields progress; the last one is "done" and carries the job, which has the dataset."""
         ...
 
+    def remove(self, request: dataset_pb2.RemoveDatasetRequest) -> AsyncIterator[control_pb2.Progress]:
+        """Yields progress; the last one is "done" and carries the job, which has the dataset no more."""
+        ...
+
 
 class SamplesHandler(Protocol):
     """What other daemons ask about samples."""

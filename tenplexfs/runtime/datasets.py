@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +88,8 @@ class Datasets:
         self._timeout_s = timeout_s
         self._readers: dict[str, SampleReader] = {}
         self._coming: dict[str, trio.Lock] = {}
+        self._building = 0
+        self._needed: Sequence[bytes] | None = None
         # What a stage made, for the switch that follows.
         self._made: dict[tuple[tuple[DatasetState, ...], Spread, int | None], tuple[DatasetView, ...]] = {}
 
@@ -237,9 +240,29 @@ class Datasets:
         """Ends the reader's threads."""
         self._reader.close()
 
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """No index is removed meanwhile: no snapshot names yet what is being built."""
+        self._building += 1
+        try:
+            yield
+        finally:
+            self._building -= 1
+            self._needed = None
+
     def keep(self, settings: Sequence[bytes]) -> None:
-        """Removes the indexes that none of the snapshots with these settings needs."""
-        self.indexes.keep({state.digest for text in settings for state in datasets_of(text).values()})
+        """Removes the indexes that none of the snapshots with these settings needs; open files read on."""
+        if self._building or settings == self._needed:
+            return
+        named = {state.digest for text in settings for state in datasets_of(text).values()}
+        self.indexes.keep(named)
+        for digest in self._readers.keys() - named:
+            reader = self._readers.pop(digest)
+            if isinstance(reader, Window):
+                reader.expect((), {})
+        for key in [key for key in self._made if not {state.digest for state in key[0]} <= named]:
+            del self._made[key]
+        self._needed = settings
 
 
 def _write(fd: int, data: bytes) -> None:

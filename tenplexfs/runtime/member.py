@@ -383,8 +383,13 @@ class Member:
     # What happens behind.
 
     async def sweep(self) -> None:
-        """Frees what is past and what nobody holds."""
+        """Frees what is past and what nobody holds, and the indexes that nothing names any more."""
         await self._past.sweep()
+        # Else some snapshot is being made whose indexes are here already.
+        is_quiet = not self._staging and not any(lock.locked() for lock in self._locks.values())
+        if self.datasets is not None and is_quiet:
+            stored = [each.settings_json for each in self.store.snapshots()]
+            self.datasets.keep([*stored, *self._past.settings()])
 
     async def run(self) -> None:
         """Sweeps now and then, until cancelled."""

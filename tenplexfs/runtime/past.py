@@ -133,6 +133,11 @@ class Past:
         """Returns the snapshots of ``job``, the newest first."""
         return [retired.shown for retired in reversed(self._retired.values()) if retired.job == job]
 
+    def settings(self) -> list[bytes]:
+        """Returns those of all snapshots that this node shows or has shown and holds."""
+        retired = [each.shown.settings_json for each in self._retired.values()]
+        return [*(each.settings_json for each in self._shown.values()), *retired]
+
     async def add(self, job: JobName, shown: Shown, *, released: bool) -> None:
         """Takes over what the mount showed until now, or, at the start, a step that is kept."""
         handles = self._handles(shown)

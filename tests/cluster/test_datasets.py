@@ -322,6 +322,39 @@ def test_tails_ranks_and_sets_that_are_not_split(two):
     assert subprocess.run(["du", "-sb", job.root()], capture_output=True).returncode == 0
 
 
+def test_a_dataset_that_is_removed_frees_its_name_and_then_its_index(two):
+    job = Job(two, "removed", 2)
+    job.add("train", rows_of(two.base, 40), options=["--seed", "5"])
+    job.add("valid", rows_of(two.base, 8, "valid.npy"), options=["--unsplit"])
+    job.train(2)
+    job.save()
+    first, second = two.nodes
+    digest = first.ok("dataset", "show", "removed")["datasets"]["train"]["digest"]
+    indexes = [node.store / "indexes" / digest for node in two.nodes]
+    other = rows_of(two.base, 16, "other.npy")
+    status, said, _ = second.run("dataset", "add", "removed", "train", "--source", str(other))
+    assert (status, said["error"]["code"]) == (1, "ALREADY_EXISTS")
+    assert "first `tenplexfs dataset remove removed train`" in said["error"]["message"]
+    status, said, _ = second.run("dataset", "remove", "removed", "test")
+    assert (status, said["error"]["code"]) == (1, "NOT_FOUND")
+    assert said["error"]["message"] == "job removed: no dataset test; there are: train, valid"
+    assert first.job("removed")["generation"] == 3
+    with (job.data("train") / "data.npy").open("rb", buffering=0) as file:
+        assert second.ok("dataset", "remove", "removed", "train")["job"]["generation"] == 4
+        for node in (0, 1):
+            assert os.listdir(job.root(node) / "dataset") == ["valid"]
+        file.seek(128)
+        assert np.frombuffer(file.read(32), np.int64)[::2].tolist() == _order(40, 5, 0)[:2]
+    assert np.load(job.data("valid") / "order.npy").tolist() == list(range(8))
+    assert all(index.exists() for index in indexes)  # a step that is kept names it
+    job.step += 1
+    job.save()
+    until(lambda: not any(index.exists() for index in indexes))
+    job.add("train", other)
+    np.testing.assert_array_equal(np.load(job.data("train") / "order.npy")[:2], _order(16, 0, 0)[:2])
+    assert job.meta("train")["cursor"]["consumed"] == 0
+
+
 def test_context_parallel_ranks_get_parts_of_each_sample(two):
     context = {"axis": "cp", "dim": 0, "order": "zigzag"}
     text = json.loads(layout(2, context=context))
