@@ -111,6 +111,17 @@ class Membership:
             drop=tuple(sorted(self._past(now))),
         )
 
+    def abandoned(self, head: TxId | None, fence: int) -> tuple[TxId, ...]:
+        """Returns what is staged for nobody, given the head under a lock with attempts from ``fence`` on."""
+        keep = {head, *self.in_use}
+        return tuple(
+            sorted(
+                txid
+                for txid, part in self.stored.items()
+                if not part.committed and part.fence < fence and txid not in keep
+            )
+        )
+
     def check_drop(self, txid: TxId) -> None:
         """A coordinator lets go of a snapshot.
 

@@ -11,18 +11,21 @@ from functools import partial
 
 import trio
 
+from tenplexfs.core.coordination import fence_of
 from tenplexfs.core.snapshot import COPIES, Head, JobName
 from tenplexfs.core.transaction import is_older
-from tenplexfs.errors import TenplexError, UnavailableError
+from tenplexfs.errors import ConflictError, TenplexError, UnavailableError
+from tenplexfs.runtime.heads import HeadMover
 from tenplexfs.runtime.member import Member
 from tenplexfs.runtime.orders import Description
-from tenplexfs.runtime.protocols import Registry
+from tenplexfs.runtime.protocols import Lock, Registry
 
 __all__ = ["JobTable"]
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 3.0
+_STAGED_S = 10.0
 _RETRY_S = 0.5
 _RETRY_MAX_S = 10.0
 _FIRST_S = 5.0
@@ -53,6 +56,8 @@ class JobTable:
         self.changed = trio.Event()
         self._member = member
         self._registry = registry
+        self._mover = HeadMover(registry)
+        self._staged_since_s: dict[JobName, float] = {}
         self._describe = describe
         self._revision = -1
         self._heads: dict[JobName, Head] = {}
@@ -117,6 +122,24 @@ class JobTable:
         while True:
             await trio.sleep(_POLL_S)
             await self._poll(nursery)
+            await self._tidy()
+
+    async def _tidy(self) -> None:
+        """Drops what coordinators that died have left staged, once it has been there for a while."""
+        waiting = {job for job in self._heads if self._member.has_staged(job)}
+        now_s = trio.current_time()
+        self._staged_since_s = {job: self._staged_since_s.get(job, now_s) for job in waiting}
+        for job in sorted(waiting):
+            if now_s - self._staged_since_s[job] < _STAGED_S:
+                continue
+
+            async def tidy(lock: Lock, head: Head | None) -> None:
+                await self._member.tidy(lock.job, head, fence_of(lock.token, 0))
+
+            try:
+                await self._mover.under_lock(job, f"{self._member.node}:tidy", tidy)
+            except (ConflictError, UnavailableError):  # somebody works on it
+                continue
 
     async def _poll(self, nursery: trio.Nursery) -> None:
         """Compares with the registry as a whole: finds out whether it answers, and what a watch missed."""

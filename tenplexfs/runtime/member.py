@@ -13,7 +13,7 @@ from pathlib import Path
 
 import trio
 
-from tenplexfs.core.membership import Membership, Part
+from tenplexfs.core.membership import Membership
 from tenplexfs.core.ptc import PTC
 from tenplexfs.core.snapshot import Head, JobName, NodeName, TxId, copies_of
 from tenplexfs.core.transaction import kept_steps
@@ -212,10 +212,7 @@ class Member:
     async def drop(self, job: JobName, txid: TxId, reason: str = "") -> None:
         """Lets go of a snapshot that is staged, or no longer the head; what is not here is gone already.
 
-        Args:
-            job: Name of the job.
-            txid: Of the snapshot.
-            reason: For those who wait for it.
+        The reason is for those who wait for it.
 
         Raises:
             PreconditionError: The job shows it.
@@ -243,11 +240,7 @@ class Member:
     ) -> None:
         """Lets the mount show ``head``; returns once fresh opens see it. Older news changes nothing.
 
-        Args:
-            job: Name of the job.
-            head: What it is.
-            describe: Asks its nodes.
-            is_hearsay: A coordinator says so, not the registry.
+        It is hearsay where a coordinator says so, not the registry.
 
         Raises:
             TenplexError: It could not be shown; what was shown stays.
@@ -279,21 +272,23 @@ class Member:
                 for txid in sorted(set(found.drop) - self._membership(job).in_use):
                     await trio.to_thread.run_sync(self.store.drop, job, txid)
 
+    def has_staged(self, job: JobName) -> bool:
+        """Returns whether something is staged here that nobody works on in this process."""
+        return bool(self._membership(job).abandoned(None, 1 << 63))
+
+    async def tidy(self, job: JobName, head: Head | None, fence: int) -> None:
+        """Drops what was staged for nobody; whoever holds the job's lock says what its head is."""
+        txid = head.snapshot.txid if head is not None else None
+        for each in self._membership(job).abandoned(txid, fence):
+            log.info("job %s: drops %s, which was staged and given up", job, each)
+            await trio.to_thread.run_sync(self.store.drop, job, each)
+
     def _membership(self, job: JobName) -> Membership:
-        shown, stored = self._shown.get(job), self._stock.own(job)
-        in_use = {
-            txid
-            for txid in stored
-            if txid in self._past
-            or txid in self._staging
-            or (self.saves is not None and self.saves.is_promised(job, txid))
-        }
-        return Membership(
-            shown=None if shown is None else shown.head.snapshot,
-            stored={txid: Part(each.id, each.committed, each.fence) for txid, each in stored.items()},
-            in_use=frozenset(in_use),
-            fence=self._fences.get(job, 0),
-        )
+        shown, stored = self._shown.get(job), self._stock.parts(job)
+        promised = [] if self.saves is None else [t for t in stored if self.saves.is_promised(job, t)]
+        in_use = {*promised, *(t for t in stored if t in self._past or t in self._staging)}
+        now = None if shown is None else shown.head.snapshot
+        return Membership(now, stored, frozenset(in_use), self._fences.get(job, 0))
 
     @contextmanager
     def _naming(self, job: JobName) -> Iterator[None]:

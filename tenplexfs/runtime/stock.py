@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tenplexfs.core.membership import Part
 from tenplexfs.core.snapshot import COPIES, JobName, NodeName, TxId, copies_of
 from tenplexfs.errors import NotFoundError
 from tenplexfs.runtime.array_sums import encode_array_sums, part_of_copies
@@ -23,6 +24,10 @@ class Stock:
     def own(self, job: JobName) -> dict[TxId, StoredSnapshot]:
         """Returns the node's own parts of snapshots."""
         return {stored.id.txid: stored for stored in self.store.snapshots(job)}
+
+    def parts(self, job: JobName) -> dict[TxId, Part]:
+        """Returns those, as far as decisions need to know of them."""
+        return {txid: Part(each.id, each.committed, each.fence) for txid, each in self.own(job).items()}
 
     def copies(self, job: JobName) -> dict[TxId, StoredSnapshot]:
         """Returns what is kept here for other nodes."""

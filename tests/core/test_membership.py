@@ -87,3 +87,10 @@ def test_what_is_shown_is_not_dropped():
         Membership(shown=A).check_drop("a")
     Membership(shown=A).check_drop("b")
     Membership().check_drop("b")
+
+
+def test_what_is_staged_for_nobody_is_known_under_the_lock():
+    node = Membership(stored=stored(A, b=(B, 3), c=(C, 4), x=(D, 0)), in_use=frozenset("d"))
+    assert node.abandoned("b", 5) == ("c",), "the head may be staged only"
+    assert node.abandoned("a", 4) == ("b",)
+    assert node.abandoned(None, 3) == ()

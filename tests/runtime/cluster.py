@@ -182,6 +182,7 @@ class MemoryRegistry:
     current: dict[JobName, Head] = field(default_factory=dict)
     events: list[RegistryEvent] = field(default_factory=list)
     locks: dict[JobName, Lock] = field(default_factory=dict)
+    tokens: Iterator[int] = field(default_factory=lambda: count(1))
     lose_reply: bool = False
     refuse: bool = False
     away: bool = False
@@ -196,7 +197,7 @@ class MemoryRegistry:
         held = self.locks.get(job)
         if held is not None and held.owner != owner:
             raise ConflictError(f"job {job}: {held.owner} holds the lock")
-        self.locks[job] = held or Lock(job, owner, len(self.events))
+        self.locks[job] = held or Lock(job, owner, next(self.tokens))
         return self.locks[job]
 
     async def unlock(self, lock: Lock) -> None:

@@ -425,3 +425,28 @@ def test_unknown_jobs_are_refused(cluster):
             await cluster.load(WHOLE)
 
     run(main)
+
+
+def test_what_a_dead_coordinator_left_staged_is_dropped_under_the_lock(cluster):
+    async def main():
+        await ready(cluster)
+        cluster.registry.refuse = True
+        cluster.calls.broken |= {("node0", "drop"), ("node1", "drop")}
+        with pytest.raises(ConflictError):
+            await move(cluster, mesh={"pp": 1, "tp": 4})
+        assert used(cluster) == [2, 2, 0]
+        table = cluster.nodes[1].table
+        async with trio.open_nursery() as nursery:
+            await nursery.start(table.run)
+            other = await cluster.registry.lock(JOB, "another", ttl_s=10)
+            table._staged_since_s[JOB] = -100.0
+            await table._tidy()
+            assert used(cluster) == [2, 2, 0], "somebody works on it"
+            await cluster.registry.unlock(other)
+            await table._tidy()
+            assert used(cluster) == [2, 1, 0]
+            nursery.cancel_scope.cancel()
+        assert cluster.registry.locks == {}
+        await cluster.check(WHOLE)
+
+    run(main)
