@@ -200,7 +200,7 @@ class Saves:
             await trio.sleep(pause_s)
             try:
                 late = await trio.to_thread.run_sync(ingest.settle, files, late)
-            except FileNotFoundError:
+            except (FileNotFoundError, PreconditionError):
                 attempt.check()  # it was given up meanwhile
                 raise
             if not late:
@@ -334,7 +334,9 @@ class Saves:
         attempt.is_promised = True
         attempt.ingest.set_values(order.values, order.settings_json, order.fence)
         try:
-            await trio.to_thread.run_sync(attempt.ingest.seal)
+            async with attempt.lock:  # who gives it up meanwhile must not drop files that the manifest names
+                attempt.check()
+                await trio.to_thread.run_sync(attempt.ingest.seal)
         except TenplexError as error:
             attempt.is_promised = False
             await self.fail(attempt, error)

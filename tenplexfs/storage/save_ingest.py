@@ -100,7 +100,7 @@ class SaveIngest:
         fds: list[int] = []
         try:
             for number in numbers:
-                fds.append(os.open(self._path(part.names[number]), os.O_RDWR | os.O_CLOEXEC))
+                fds.append(self._opened(part.names[number], os.O_RDWR))
         except BaseException:
             for fd in fds:
                 os.close(fd)
@@ -123,7 +123,7 @@ class SaveIngest:
         late = []
         block = bytearray(_BLOCK_BYTES)
         for number in numbers:
-            fd = os.open(self._path(part.names[number]), os.O_RDONLY | os.O_CLOEXEC)
+            fd = self._opened(part.names[number], os.O_RDONLY)
             try:
                 os.fchmod(fd, 0o400)
                 if has_writer(fd):
@@ -145,6 +145,10 @@ class SaveIngest:
         (name,) = self._files.allocate([part.arrangement.sizes[number]])
         with self._lock:
             self._held.add(name)
+            is_open = self._open
+        if not is_open:
+            self._forget(name)
+            self._check_open()
         with Path(self._path(old)).open("rb") as source, Path(self._path(name)).open("r+b") as target:
             while os.sendfile(target.fileno(), source.fileno(), None, 1 << 30):
                 pass
@@ -160,6 +164,12 @@ class SaveIngest:
             part.sums[i] = (_file_sum(fd, slot, block),)
         else:
             part.sums.update(_map_sums(fd, slots))
+
+    def _opened(self, name: str, flags: int) -> int:
+        """Opens a file that is held: once it is dropped it may be another save's under the same name."""
+        with self._lock:
+            self._check_open()
+            return os.open(self._path(name), flags | os.O_CLOEXEC)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -247,12 +257,17 @@ class SaveIngest:
 
     def drop(self) -> None:
         """Gives back everything, unless it is sealed; what no client has is kept for the next save."""
-        if self._open:
+        with self._lock:
+            if not self._open:
+                return
             self._open = False
-            self._files.let_go(self._held, recycle=True)
+            held, self._held = self._held, set()
+        self._files.let_go(held, recycle=True)
 
     def _forget(self, name: str) -> None:
         with self._lock:
+            if name not in self._held:  # given back already
+                return
             self._held.discard(name)
         self._files.let_go([name], recycle=True)
 

@@ -12,7 +12,7 @@ import pytest
 
 from tenplexfs.core.build import build_ptc
 from tenplexfs.core.snapshot import SnapshotId
-from tenplexfs.errors import InvalidError, NoRoomError
+from tenplexfs.errors import InvalidError, NoRoomError, PreconditionError
 from tenplexfs.formats.layout_json import parse_layout
 from tenplexfs.storage.arrangement import arrange
 from tenplexfs.storage.holders import has_writer, is_alone
@@ -198,3 +198,30 @@ def test_the_kernel_knows_who_has_a_file():
         os.close(reader)
     finally:
         path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("late", ["settle", "hand_out"])
+def test_a_save_that_is_given_up_touches_no_file_that_is_used_again(store, late):
+    given_up = store.save_ingest("j", SnapshotId(1, 1, "e" * 16), LAYOUT, 1, settings_json=b"")
+    padded = given_up.reserve(arrangement_of(1))
+    numbers = range(len(padded.names))
+    fill_files(given_up, padded, 5)
+    next_one = store.save_ingest("j", SnapshotId(1, 1, "f" * 16), LAYOUT, 1, settings_json=b"")
+    parts = []
+
+    class DroppedInTheMiddle(list):
+        def __iter__(self):
+            yield self[0]
+            given_up.drop()
+            parts.append(next_one.reserve(arrangement_of(0)))
+            fill_files(next_one, parts[0], 7)
+            yield from self[1:]
+
+    with pytest.raises(PreconditionError, match="dropped"):
+        getattr(given_up, late)(padded, DroppedInTheMiddle(numbers))
+    assert set(parts[0].names) & set(padded.names)
+    assert next_one.settle(parts[0], range(len(parts[0].names))) == []
+    stored = next_one.seal()
+    with store.arrays(stored) as arrays:
+        for path in "wpb":
+            assert set(arrays.array(0, path).view(np.uint8)) == {7}

@@ -1,0 +1,102 @@
+"""Saves on one node, where orders of a coordinator cross each other."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from tenplexfs.core.build import build_ptc
+from tenplexfs.core.snapshot import Head, SnapshotId
+from tenplexfs.errors import ConflictError
+from tenplexfs.formats.layout_json import parse_layout
+from tenplexfs.runtime.attempts import Base, SaveRequest
+from tenplexfs.runtime.orders import StageOrder
+from tenplexfs.runtime.save_parts import Tensors
+from tenplexfs.runtime.saving import Saves
+from tenplexfs.storage.store import Store
+
+LAYOUT = (
+    b'{"format": "tenplexfs-layout", "version": 1, "mesh": {"dp": 1}, "nodes": {"n": [0]},'
+    b'"tensors": {"w": {"shape": [524288], "dtype": "float32"}}}'
+)
+BASE = Base(
+    Head(SnapshotId(1, None, "0" * 16), "digest", ("n",)), build_ptc(parse_layout(LAYOUT)), LAYOUT, b"{}"
+)
+TENSORS = Tensors(["w"], [("float32", (524288,))], [0], {})
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    made = Store.open(tmp_path / "store", node="n", limit_bytes=32 << 20)
+    yield made
+    made.close()
+
+
+async def never(attempt):
+    await trio.sleep_forever()
+
+
+async def saved(saves: Saves):
+    """Saves the one rank; returns its attempt."""
+    rank = await saves.begin(SaveRequest("j", 0, 1, None, "p", "run", TENSORS, b"", None))
+    (slot,) = rank.plan.arrangement.slots
+    (fd,) = rank.attempt.ingest.hand_out(rank.files, [0])
+    os.pwrite(fd, slot.header + bytes(slot.nbytes), 0)
+    os.close(fd)
+    await saves.seal(rank)
+    return rank.attempt
+
+
+def test_a_save_that_is_given_up_while_it_is_staged_leaves_nothing(store):
+    async def main():
+        sealing, go_on = trio.Event(), threading.Event()
+        async with trio.open_nursery() as nursery:
+            saves = Saves(
+                node="n",
+                store=store,
+                base=lambda job: BASE,
+                lead=never,
+                nursery=nursery,
+                clock_ns=lambda: 1,
+            )
+            attempt = await saved(saves)
+            publish = attempt.ingest._publish
+
+            def slowly(*args):
+                trio.from_thread.run_sync(sealing.set)
+                go_on.wait(10)
+                publish(*args)
+
+            attempt.ingest._publish = slowly
+            order = StageOrder(
+                job="j",
+                snapshot=attempt.snapshot,
+                base_txid=None,
+                old_layout_json=b"",
+                new_layout_json=LAYOUT,
+                settings_json=b"{}",
+                coordinator="n",
+                drop=(),
+                endpoints={},
+                created_ns=1,
+                is_save=True,
+            )
+            async with trio.open_nursery() as both:
+                both.start_soon(saves.stage, order)
+                await sealing.wait()
+                both.start_soon(saves.drop, "j", attempt.snapshot.txid, "gone")
+                await trio.testing.wait_all_tasks_blocked(0.05)
+                go_on.set()
+            store.drop("j", attempt.snapshot.txid)
+            with pytest.raises(ConflictError, match="gone"):
+                attempt.check()
+            nursery.cancel_scope.cancel()
+
+    trio.run(main)
+    assert store.snapshots() == ()
+    assert store.used_bytes == 0
