@@ -203,6 +203,8 @@ class RankRows:
         start = self.partition.start
         full, tail = divmod(self.partition.samples, start.global_batch)
         begin, end = self._part(start.global_batch)
+        if self.partition.degree == 1:
+            return rows + start.consumed
         number = rows // max(end - begin, 1)
         places = number * (start.global_batch - (end - begin)) + rows + (start.consumed + begin)
         if tail and rows.size and int(number.max()) >= full:

@@ -131,6 +131,9 @@ class SampleIndex:
             return np.full(ids.shape, math.prod(self.shape) * self.dtype.itemsize, np.int64)
         if self.packing is Packing.MEMBER and self.table is not None:
             return np.array(self.table[ids, 1], np.int64)
+        if self.table is not None:
+            ranges = self.table.take(ids, axis=0)  # one place of memory for each sample
+            return np.asarray(ranges[:, 1] - ranges[:, 0], np.int64)
         spans = self.spans(ids)
         return np.asarray((spans.end - spans.begin).sum(axis=1), np.int64)
 

@@ -1,6 +1,7 @@
-"""pyfuse3's handlers: decode, ask the namespace, encode. Only `read` may wait.
+"""pyfuse3's handlers: decode, ask the namespace, encode. Only `read` may wait for others.
 
-All run as tasks of one trio thread, so a handler without an ``await`` is atomic.
+All run as tasks of one trio thread, so a handler without an ``await`` is atomic. What takes long to compute a
+worker thread does, and the namespace is asked again.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import pyfuse3
 import trio
@@ -17,7 +20,7 @@ from pyfuse3 import EntryAttributes, FileInfo, FUSEError, ReaddirToken, RequestC
 from tenplexfs.errors import CorruptError, UnavailableError
 from tenplexfs.fuse.boundary import boundary
 from tenplexfs.runtime.namespace import ROOT_INO, Namespace
-from tenplexfs.runtime.protocols import FileContent
+from tenplexfs.runtime.protocols import FileContent, UncomputedError
 from tenplexfs.runtime.tree import SLOT_SHIFT, Attributes
 
 __all__ = ["Operations"]
@@ -30,6 +33,8 @@ _NAME_BYTES = 255
 _DIR_MODE = stat.S_IFDIR | 0o555
 _FILE_MODE = stat.S_IFREG | 0o444
 _XATTR_NAMESPACE = b"user."
+
+R = TypeVar("R")
 
 
 class Operations(pyfuse3.Operations):
@@ -63,7 +68,7 @@ class Operations(pyfuse3.Operations):
     @boundary
     async def lookup(self, parent_inode: int, name: bytes, ctx: RequestContext) -> EntryAttributes:
         """Answers the entry of a name; inside a snapshot also that there is none is kept by the kernel."""
-        found = self._namespace.lookup(parent_inode, name)
+        found = await _computed(partial(self._namespace.lookup, parent_inode, name))
         if found is not None:
             return self._fill(EntryAttributes(), found)
         if len(name) > _NAME_BYTES:  # the kernel would ask for up to 1024
@@ -77,7 +82,7 @@ class Operations(pyfuse3.Operations):
     @boundary
     async def getattr(self, inode: int, ctx: RequestContext) -> EntryAttributes:
         """Answers stat."""
-        return self._fill(EntryAttributes(), self._namespace.getattr(inode))
+        return self._fill(EntryAttributes(), await _computed(partial(self._namespace.getattr, inode)))
 
     @boundary
     async def opendir(self, inode: int, ctx: RequestContext) -> int:
@@ -89,9 +94,16 @@ class Operations(pyfuse3.Operations):
     async def readdir(self, fh: int, start_id: int, token: ReaddirToken) -> None:
         """Lists a directory with the attributes of its entries."""
         entry = EntryAttributes()
-        for name, found, position in self._namespace.readdir(fh, start_id):
-            if not pyfuse3.readdir_reply(token, name, self._fill(entry, found), position):
-                return
+        at = start_id
+
+        def reply() -> None:
+            nonlocal at
+            for name, found, position in self._namespace.readdir(fh, at):
+                if not pyfuse3.readdir_reply(token, name, self._fill(entry, found), position):
+                    return
+                at = position
+
+        await _computed(reply)
 
     @boundary
     async def releasedir(self, fh: int) -> None:
@@ -102,7 +114,8 @@ class Operations(pyfuse3.Operations):
     async def open(self, inode: int, flags: int, ctx: RequestContext) -> FileInfo:
         """Opens a file: live ones past the page cache, those of snapshots with it, for they never change."""
         is_live = inode < _FIRST_SNAPSHOT_INO
-        return FileInfo(fh=self._namespace.open(inode), direct_io=is_live, keep_cache=not is_live)
+        fh = await _computed(partial(self._namespace.open, inode))
+        return FileInfo(fh=fh, direct_io=is_live, keep_cache=not is_live)
 
     @boundary
     # pyfuse3 takes whatever has a contiguous buffer, though it says bytes.
@@ -175,3 +188,11 @@ class Operations(pyfuse3.Operations):
         timeout = _SNAPSHOT_TIMEOUT_S if ino >= _FIRST_SNAPSHOT_INO or ino == ROOT_INO else 0.0
         entry.entry_timeout = entry.attr_timeout = timeout
         return entry
+
+
+async def _computed(ask: Callable[[], R]) -> R:
+    while True:
+        try:
+            return ask()
+        except UncomputedError as missing:
+            await trio.to_thread.run_sync(missing.compute)

@@ -67,14 +67,22 @@ class RowsFile:
 class _Computed:
     """A header, and then numbers that are computed where they are read."""
 
-    def __init__(self, header: bytes, rows: int, row_bytes: int, make: Callable[[int, int], _Ints]) -> None:
-        self.size = len(header) + rows * row_bytes
+    is_near = True
+
+    def __init__(
+        self, view: RankView, header: bytes, row_bytes: int, make: Callable[[int, int], _Ints]
+    ) -> None:
+        self.size = len(header) + view.count * row_bytes
+        self._view = view
         self._header = header
         self._row_bytes = row_bytes
         self._make = make
 
-    def read(self, offset: int, size: int) -> bytes | memoryview:
-        """Returns the bytes."""
+    def read(self, offset: int, size: int) -> bytes | memoryview | None:
+        """Returns the bytes, or None when something has to be computed before."""
+        return self._read(offset, size) if self._view.is_computed else None
+
+    def _read(self, offset: int, size: int) -> bytes | memoryview:
         start, width = len(self._header), self._row_bytes
         begin, end = max(offset - start, 0), min(offset + size, self.size) - start
         head = self._header[offset : offset + size]
@@ -86,8 +94,9 @@ class _Computed:
         return head + bytes(data) if head else data
 
     async def read_wait(self, offset: int, size: int) -> bytes | memoryview:
-        """Returns the same as `read`."""
-        return self.read(offset, size)
+        """Returns the bytes."""
+        await self._view.compute()
+        return self._read(offset, size)
 
     def close(self) -> None:
         """Holds nothing."""
@@ -97,7 +106,7 @@ class OrderFile(_Computed):
     """``order.npy``: the ids of the rows."""
 
     def __init__(self, view: RankView) -> None:
-        super().__init__(order_header(view.count), view.count, 8, view.rows.span)
+        super().__init__(view, order_header(view.count), 8, view.rows.span)
 
 
 class IndexFile(_Computed):
@@ -108,4 +117,4 @@ class IndexFile(_Computed):
             edges = view.edges(first, last)
             return np.stack([edges[:-1], edges[1:]], axis=1)
 
-        super().__init__(order_header(view.count, 2), view.count, 16, make)
+        super().__init__(view, order_header(view.count, 2), 16, make)

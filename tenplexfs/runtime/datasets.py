@@ -18,7 +18,7 @@ from tenplexfs.core.partition import RankRows
 from tenplexfs.core.snapshot import NodeName
 from tenplexfs.errors import NotFoundError, TenplexError, UnavailableError
 from tenplexfs.formats.dataset_settings import datasets_of
-from tenplexfs.runtime.dataset_view import DatasetView, SampleReader
+from tenplexfs.runtime.dataset_view import DatasetView, RankView, SampleReader
 from tenplexfs.runtime.sample_peers import SamplePeers
 from tenplexfs.runtime.streaming import Counts, Owners, Window
 from tenplexfs.storage.samples.indexes import Indexes
@@ -126,21 +126,25 @@ class Datasets:
         key = (states, spread, step)
         made = self._made.get(key)
         if made is None:
-            made = await trio.to_thread.run_sync(self._views, states, spread, step)
+            made = await trio.to_thread.run_sync(self._views, states, spread, step, list(self._made.values()))
             self._made[key] = made
             while len(self._made) > _KEPT:
                 del self._made[next(iter(self._made))]
         return made
 
     def _views(
-        self, states: Sequence[DatasetState], spread: Spread, step: int | None
+        self,
+        states: Sequence[DatasetState],
+        spread: Spread,
+        step: int | None,
+        made: Sequence[tuple[DatasetView, ...]],
     ) -> tuple[DatasetView, ...]:
-        views = []
+        known, views = [view for each in made for view in each], []
         for state in states:
             index = self.indexes.index(state.digest)
             view = DatasetView(state, spread, index, self._reader_of(state), step)
-            view.prepare()
-            views.append(view)
+            like = next((other for other in reversed(known) if view.has_rows_of(other)), None)
+            views.append(view if like is None else view.sharing(like))
         return tuple(views)
 
     def _reader_of(self, state: DatasetState) -> SampleReader:
@@ -167,19 +171,20 @@ class Datasets:
         return reader
 
     def show(self, views: Sequence[DatasetView], rank_nodes: Mapping[int, NodeName]) -> None:
-        """Takes note that a generation is shown, so that what ranks of this node read is fetched ahead."""
+        """Takes note that a snapshot is shown: what ranks of this node read is computed and fetched ahead."""
         for view in views:
-            if not isinstance(view.reader, Window):
-                continue
             ranks = view.spread.ranks
             nodes = tuple(tuple(sorted({rank_nodes[rank] for rank in each})) for each in ranks)
+            here = [rank for rank, where in enumerate(nodes) if self._here in where]
+            self._nursery.start_soon(_compute, [view.view(epoch, r) for epoch in view.epochs for r in here])
+            if not isinstance(view.reader, Window):
+                continue
             epoch = view.cursor.epoch
             owned = nodes if not view.state.unsplit else (tuple(sorted(set().union(*nodes))),)
             mine = {}
-            for rank, where in enumerate(nodes):
-                if self._here in where:
-                    seen = view.view(epoch, rank)
-                    mine[seen.rows] = seen.next if seen.next < seen.count else 0
+            for rank in here:
+                seen = view.view(epoch, rank)
+                mine[seen.rows] = seen.next if seen.next < seen.count else 0
             owners = [Owners(view.partition(each), owned) for each in view.epochs]
             view.reader.expect(owners, mine)
 
@@ -263,6 +268,11 @@ class Datasets:
         for key in [key for key in self._made if not {state.digest for state in key[0]} <= named]:
             del self._made[key]
         self._needed = settings
+
+
+async def _compute(views: Sequence[RankView]) -> None:
+    for view in views:
+        await view.compute()
 
 
 def _write(fd: int, data: bytes) -> None:

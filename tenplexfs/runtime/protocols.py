@@ -22,7 +22,20 @@ __all__ = [
     "Registry",
     "RegistryEvent",
     "SnapshotView",
+    "UncomputedError",
 ]
+
+
+class UncomputedError(Exception):
+    """What is asked for takes longer to compute than the mount may stand still. Then ask again.
+
+    Attributes:
+        compute: Computes it; for a worker thread.
+    """
+
+    def __init__(self, compute: Callable[[], object]) -> None:
+        super().__init__("not computed yet")
+        self.compute = compute
 
 
 class ArraySource(Protocol):

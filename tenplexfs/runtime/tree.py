@@ -67,7 +67,10 @@ class Attributes(NamedTuple):
 
 
 class Tree(Protocol):
-    """A part of the mount that owns all inodes of one slot. No method waits or does I/O."""
+    """A part of the mount that owns all inodes of one slot. No method waits or does I/O.
+
+    `lookup`, `attributes`, `entries` and `open` may raise `UncomputedError`.
+    """
 
     def lookup(self, parent: int, name: bytes) -> Attributes | None:
         """Returns the entry ``name`` of the directory ``parent``, or None."""

@@ -324,7 +324,7 @@ def test_tails_ranks_and_sets_that_are_not_split(two):
 
 def test_a_dataset_that_is_removed_frees_its_name_and_then_its_index(two):
     job = Job(two, "removed", 2)
-    job.add("train", rows_of(two.base, 40), options=["--seed", "5"])
+    job.add("train", rows_of(two.base, 48, "gone.npy"), options=["--seed", "5"])
     job.add("valid", rows_of(two.base, 8, "valid.npy"), options=["--unsplit"])
     job.train(2)
     job.save()
@@ -342,9 +342,9 @@ def test_a_dataset_that_is_removed_frees_its_name_and_then_its_index(two):
     with (job.data("train") / "data.npy").open("rb", buffering=0) as file:
         assert second.ok("dataset", "remove", "removed", "train")["job"]["generation"] == 4
         for node in (0, 1):
-            assert os.listdir(job.root(node) / "dataset") == ["valid"]
+            assert [each.name for each in (job.root(node) / "dataset").iterdir()] == ["valid"]
         file.seek(128)
-        assert np.frombuffer(file.read(32), np.int64)[::2].tolist() == _order(40, 5, 0)[:2]
+        assert np.frombuffer(file.read(32), np.int64)[::2].tolist() == _order(48, 5, 0)[:2]
     assert np.load(job.data("valid") / "order.npy").tolist() == list(range(8))
     assert all(index.exists() for index in indexes)  # a step that is kept names it
     job.step += 1

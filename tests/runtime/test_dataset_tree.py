@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import tempfile
 import tracemalloc
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from tenplexfs.runtime.dataset_parts import dataset_parts
 from tenplexfs.runtime.dataset_tree import DatasetTree
 from tenplexfs.runtime.dataset_view import DatasetView
 from tenplexfs.runtime.datasets import NearReader
+from tenplexfs.runtime.protocols import UncomputedError
 from tenplexfs.runtime.tree import Attributes, Tree
 from tenplexfs.storage.samples.build import IndexBuilder
 from tenplexfs.storage.samples.reader import LocalReader
@@ -167,6 +169,41 @@ def test_any_read_of_samples_of_different_sizes_is_that_of_all(count, seed, at, 
         first = min(at, count)
         wanted = np.cumsum([0, *(sizes[i] for i in rank.rows.span(0, count).tolist())])[first:]
         assert rank.edges(first, count).tolist() == wanted.tolist()
+
+
+def test_many_sizes_are_summed_up_elsewhere_and_once_for_all_steps(tmp_path):
+    count = 70_000
+    sizes = np.random.default_rng(1).integers(0, 9, count)
+    edges = np.concatenate([[0], np.cumsum(sizes)])
+    body = tmp_path / "body"
+    body.write_bytes(np.random.default_rng(2).integers(0, 256, int(edges[-1]), np.uint8).tobytes())
+    listing = tmp_path / "list.txt"
+    ranges = (f"{a} {b}\n" for a, b in pairwise(edges.tolist()))
+    listing.write_text(f"1\n{body} {count}\n" + "".join(ranges))
+    reader = LocalReader()
+    index = IndexBuilder(reader).tenplex(str(listing)).index
+    view, later = (view_of(index, reader, degree=1, step=step) for step in (0, 5))
+    tree = DatasetTree(BASE, [view], 1)
+    directory = find(tree, "train/0/0")
+    assert directory is not None
+    for ask in (
+        lambda: tree.lookup(directory.ino, b"data.bin"),
+        lambda: list(tree.entries(directory.ino, 0)),
+        lambda: tree.open(find(tree, "train/0/0/samples/0/7.bin").ino),
+    ):
+        with pytest.raises(UncomputedError) as caught:
+            ask()
+    numbers = find(tree, "train/0/0/index.npy")
+    assert numbers is not None
+    assert tree.open(numbers.ino).read(0, 4096) is None
+    caught.value.compute()
+    ids = view.view(0, 0).rows.span(0, count)
+    assert find(tree, "train/0/0/data.bin").size == sizes.sum()
+    assert np.load(io.BytesIO(read(tree, numbers.ino)))[:, 1].tolist() == np.cumsum(sizes[ids]).tolist()
+    assert later.has_rows_of(view)
+    assert later.sharing(view).view(0, 0).is_computed
+    assert not later.has_rows_of(view_of(index, reader, degree=2, step=5))
+    assert not later.has_rows_of(view_of(index, reader, degree=1, cursor=Cursor(0, 8, 8, 3)))
 
 
 def test_ten_billion_samples_cost_no_memory_and_have_numbers():
