@@ -82,6 +82,16 @@ class RestoreRequest(_message.Message):
     request_id: str
     def __init__(self, job: _Optional[str] = ..., url: _Optional[str] = ..., step: _Optional[int] = ..., layout_json: _Optional[str] = ..., mesh: _Optional[_Iterable[_Union[_control_pb2.Axis, _Mapping]]] = ..., nodes: _Optional[_Mapping[str, int]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
+class SetJobRequest(_message.Message):
+    __slots__ = ("job", "settings_json", "request_id")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_JSON_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    settings_json: str
+    request_id: str
+    def __init__(self, job: _Optional[str] = ..., settings_json: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+
 class RebuildRegistryRequest(_message.Message):
     __slots__ = ("write", "force")
     WRITE_FIELD_NUMBER: _ClassVar[int]

@@ -56,6 +56,11 @@ class LocalStub:
                 request_serializer=tenplexfs_dot_v1_dot_local__pb2.RestoreRequest.SerializeToString,
                 response_deserializer=tenplexfs_dot_v1_dot_control__pb2.Progress.FromString,
                 _registered_method=True)
+        self.SetJob = channel.unary_stream(
+                '/tenplexfs.v1.Local/SetJob',
+                request_serializer=tenplexfs_dot_v1_dot_local__pb2.SetJobRequest.SerializeToString,
+                response_deserializer=tenplexfs_dot_v1_dot_control__pb2.Progress.FromString,
+                _registered_method=True)
         self.History = channel.unary_unary(
                 '/tenplexfs.v1.Local/History',
                 request_serializer=tenplexfs_dot_v1_dot_local__pb2.HistoryRequest.SerializeToString,
@@ -102,6 +107,13 @@ class LocalServicer:
 
     def Restore(self, request, context):
         """Makes a job of a persisted step, or replaces the state of one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetJob(self, request, context):
+        """Changes settings of a job: a new generation with the same state; none when they are so already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -156,6 +168,11 @@ def add_LocalServicer_to_server(servicer, server):
             'Restore': grpc.unary_stream_rpc_method_handler(
                     servicer.Restore,
                     request_deserializer=tenplexfs_dot_v1_dot_local__pb2.RestoreRequest.FromString,
+                    response_serializer=tenplexfs_dot_v1_dot_control__pb2.Progress.SerializeToString,
+            ),
+            'SetJob': grpc.unary_stream_rpc_method_handler(
+                    servicer.SetJob,
+                    request_deserializer=tenplexfs_dot_v1_dot_local__pb2.SetJobRequest.FromString,
                     response_serializer=tenplexfs_dot_v1_dot_control__pb2.Progress.SerializeToString,
             ),
             'History': grpc.unary_unary_rpc_method_handler(
@@ -287,6 +304,33 @@ class Local:
             target,
             '/tenplexfs.v1.Local/Restore',
             tenplexfs_dot_v1_dot_local__pb2.RestoreRequest.SerializeToString,
+            tenplexfs_dot_v1_dot_control__pb2.Progress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tenplexfs.v1.Local/SetJob',
+            tenplexfs_dot_v1_dot_local__pb2.SetJobRequest.SerializeToString,
             tenplexfs_dot_v1_dot_control__pb2.Progress.FromString,
             options,
             channel_credentials,

@@ -163,6 +163,12 @@ class Daemon:
         """Yields the progress of the transaction."""
         return self._stream("Local/Restore", request, timeout_s)
 
+    def set_job(
+        self, request: local_pb2.SetJobRequest, timeout_s: float | None
+    ) -> Iterator[control_pb2.Progress]:
+        """Yields the progress of the transaction."""
+        return self._stream("Local/SetJob", request, timeout_s)
+
     def history(self, job: str) -> str:
         """Returns the steps that a job can go back to, as JSON."""
         return str(self._call("Local/History", local_pb2.HistoryRequest(job=job)).json)

@@ -58,6 +58,33 @@ def _filled_in(layout: Path, shapes: Path) -> str:
     return layout_text(read_layout(layout, read_known(shapes))).decode()
 
 
+@command(app, "set")
+def change(
+    session: Session,
+    *,
+    name: JobArgument,
+    settings: Annotated[
+        list[str], typer.Argument(metavar="NAME=VALUE...", help="Settings, as replicas=1; NAME= removes one.")
+    ],
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", min=0.001, help="How long to wait.")
+    ] = None,
+) -> None:
+    """Change settings of a job: a new generation with the same state, or none when they are so already."""
+    chosen = {
+        setting: None if value == "" else value
+        for setting, value in parse_settings(settings, what="job set").items()
+    }
+    request = local_pb2.SetJobRequest(job=name, settings_json=json.dumps(chosen), request_id=uuid.uuid4().hex)
+    with session.connect() as daemon:
+        last = show.progress(daemon.set_job(request, timeout), f"set {name}", quiet=session.json)
+    check_last(last, f"set {name}")
+    assert last is not None
+    content = _full(last.job)
+    has = ", ".join(f"{key}={json.dumps(content['settings'].get(key))}" for key in chosen)
+    session.emit("job", content, lambda: typer.echo(f"{name}: {has}, generation {last.job.generation}"))
+
+
 @command(app, "show")
 def show_job(session: Session, *, name: JobArgument) -> None:
     """Show a job: its generation, step, mesh and nodes."""

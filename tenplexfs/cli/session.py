@@ -128,8 +128,12 @@ def parse_nodes(text: str) -> dict[str, int | None]:
     return nodes
 
 
-def parse_settings(items: list[str]) -> dict[str, Any]:
+def parse_settings(items: list[str], *, what: str = "--set") -> dict[str, Any]:
     """Returns the settings of ``keep_steps=2``-like items; values are JSON where they are, else text.
+
+    Args:
+        items: As given.
+        what: How an error names them.
 
     Raises:
         UsageError: An item has no ``=``.
@@ -138,7 +142,7 @@ def parse_settings(items: list[str]) -> dict[str, Any]:
     for item in items:
         name, equals, value = item.partition("=")
         if not (name and equals):
-            raise UsageError(f"--set {item!r}: need NAME=VALUE")
+            raise UsageError(f"{what} {item!r}: need NAME=VALUE")
         try:
             settings[name] = json_format.loads(value)
         except ValueError:

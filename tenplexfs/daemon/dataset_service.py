@@ -18,6 +18,7 @@ from tenplexfs.errors import ConflictError, ExistsError, InvalidError, NotFoundE
 from tenplexfs.formats.dataset_settings import check_dataset_name, datasets_of, put_datasets
 from tenplexfs.formats.layout_json import parse_layout
 from tenplexfs.formats.requests import Request, has_request
+from tenplexfs.rpc.messages import arguments_of
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.coordinator import Coordinator
 from tenplexfs.runtime.datasets import Datasets
@@ -76,12 +77,13 @@ class DatasetService:
         wanted = _wanted(request)
         self._view.job(wanted.job)
         key = (wanted.job, wanted.name)
-        running = self._running.get(key)
+        running, arguments = self._running.get(key), arguments_of(request)
         if running is None or running.request_id != request.request_id:
             if running is not None:
                 raise ConflictError(f"job {wanted.job}: dataset {wanted.name} is being added already")
-            running = self._running[key] = Transaction(wanted.job, request.request_id)
+            running = self._running[key] = Transaction(wanted.job, request.request_id, arguments)
             self._nursery.start_soon(self._add, running, wanted)
+        running.check_arguments(arguments)
         async for progress in running.watch():
             yield progress_message(progress)
         last = Progress("done", running.progress.message, running.progress.nodes)
@@ -118,7 +120,7 @@ class DatasetService:
         try:
             with running.scope, self._datasets.building():
                 settings = self._view.settings(wanted.job)
-                if not has_request(settings, Request(wanted.job, running.request_id)):
+                if not has_request(settings, Request(wanted.job, running.request_id, running.arguments)):
                     _check_new(wanted, datasets_of(settings))
                 built = await self._build(running, wanted)
                 running.head = await self._switch(running, wanted, built)
@@ -188,9 +190,11 @@ class DatasetService:
             return put_datasets(known.settings_json, began)
 
         async def work(report: Report) -> Head:
-            return await self._coordinator.change_settings(wanted.job, running.request_id, change, report)
+            return await self._coordinator.change_settings(
+                wanted.job, running.request_id, change, report, arguments=running.arguments
+            )
 
-        transaction = self._transactions.start(wanted.job, running.request_id, work)
+        transaction = self._transactions.start(wanted.job, running.request_id, work, running.arguments)
         async for progress in transaction.watch():
             running.report(progress)
         if transaction.head is None:

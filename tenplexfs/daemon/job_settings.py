@@ -10,10 +10,11 @@ from urllib.parse import urlsplit
 
 from tenplexfs.daemon.config import parse_size
 from tenplexfs.errors import InvalidError
+from tenplexfs.formats.dataset_settings import begin_datasets
 from tenplexfs.formats.parallelizer_json import parse_parallelizer
 from tenplexfs.storage.places import check_url
 
-__all__ = ["SETTINGS", "check_settings", "check_webhook"]
+__all__ = ["SETTINGS", "check_changes", "check_settings", "check_webhook", "with_changes"]
 
 _MAX_BYTES = 1 << 24
 
@@ -28,6 +29,45 @@ def check_settings(text: str, *, insecure: bool) -> bytes:
     Raises:
         InvalidError: One is unknown or wrong; names it.
     """
+    return json.dumps(_checked(_parse(text), insecure=insecure), sort_keys=True).encode()
+
+
+def check_changes(text: str, *, insecure: bool) -> dict[str, object]:
+    """Returns the settings that are to change, as they are kept; None for one that is to go.
+
+    Args:
+        text: A JSON object of at least one.
+        insecure: Whether events may go to other machines in the clear.
+
+    Raises:
+        InvalidError: One is unknown or wrong; names it.
+    """
+    given = _parse(text)
+    if not given:
+        raise InvalidError("settings: name at least one to change")
+    kept = {name: value for name, value in given.items() if value is not None}
+    return {**given, **_checked(kept, insecure=insecure)}
+
+
+def with_changes(
+    settings_json: bytes, changes: Mapping[str, object], step: int | None, layout_json: bytes
+) -> bytes:
+    """Returns the settings with ``changes``, datasets begun anew; the same bytes where all is so already.
+
+    Args:
+        settings_json: Those of the job at ``step``.
+        changes: As `check_changes` returns them.
+        step: Where the new generation begins; None without state.
+        layout_json: Of the job, complete.
+    """
+    settings = json.loads(settings_json or b"{}")
+    changed = {name: value for name, value in {**settings, **changes}.items() if value is not None}
+    if changed == settings:
+        return settings_json
+    return begin_datasets(json.dumps(changed, sort_keys=True).encode(), step, step, layout_json)
+
+
+def _parse(text: str) -> dict[str, Any]:
     if len(text) > _MAX_BYTES:
         raise InvalidError(f"settings: {len(text)} characters, at most {_MAX_BYTES}")
     try:
@@ -39,10 +79,14 @@ def check_settings(text: str, *, insecure: bool) -> bytes:
     for name in settings:
         if name not in SETTINGS:
             raise InvalidError(f"setting {name!r}: unknown; there are: {', '.join(SETTINGS)}")
+    return settings
+
+
+def _checked(settings: Mapping[str, Any], *, insecure: bool) -> dict[str, object]:
     checked = {name: SETTINGS[name](name, value) for name, value in settings.items()}
     if "webhook" in settings:
         check_webhook(settings["webhook"], insecure=insecure)
-    return json.dumps(checked, sort_keys=True).encode()
+    return checked
 
 
 def check_webhook(url: str, *, insecure: bool) -> None:

@@ -15,6 +15,7 @@ from tenplexfs.errors import InvalidError, NotFoundError, PreconditionError, Ten
 from tenplexfs.formats.dataset_settings import plain_settings
 from tenplexfs.formats.keep_settings import persist_of
 from tenplexfs.formats.pauses import with_paused
+from tenplexfs.formats.requests import Request, has_request
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.coordinator import Coordinator, State
 from tenplexfs.runtime.datasets import Datasets
@@ -58,6 +59,7 @@ class Restore:
         step: None: the newest.
         target: The layout of a job that is not there; None: as persisted.
         request_id: The same one is the same transaction; empty for none.
+        arguments: What it asks for, in whatever form.
         only_new: A job that has a state by now keeps it.
     """
 
@@ -66,6 +68,7 @@ class Restore:
     step: int | None = None
     target: Target | None = None
     request_id: str = ""
+    arguments: bytes = b""
     only_new: bool = False
 
 
@@ -189,6 +192,10 @@ class Keeping:
             NotFoundError: There is no such step.
             TenplexError: Nothing changed; or a job was made, and is empty.
         """
+        if asked.request_id and asked.job in self._table.heads():
+            head, known = await self._coordinator.current(asked.job)
+            if has_request(known.settings_json, Request(asked.job, asked.request_id, asked.arguments)):
+                return head
         found = await trio.to_thread.run_sync(find_step, asked.url, asked.job, asked.step)
         state, opened = await state_of(found, self._compute)
         then = opened.manifest.settings_json
@@ -212,7 +219,9 @@ class Keeping:
 
         with self._datasets.building():
             await trio.to_thread.run_sync(take_indexes, found, then, self._datasets.indexes)
-            return await self._coordinator.replace_state(asked.job, asked.request_id, load, report)
+            return await self._coordinator.replace_state(
+                asked.job, asked.request_id, load, report, arguments=asked.arguments
+            )
 
     async def _restore_new(self, url: str) -> None:
         """Makes the jobs that are persisted below ``url`` and that nobody knows; ends when all are there."""

@@ -8,27 +8,27 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import trio
-from google.protobuf.message import Message
 
 from tenplexfs._pb import control_pb2, local_pb2
 from tenplexfs.core.snapshot import Head, NodeName, TxId, check_job_name, check_node_name
 from tenplexfs.daemon.clients import Clients
 from tenplexfs.daemon.config import Config
 from tenplexfs.daemon.deciding import Deciding
-from tenplexfs.daemon.job_settings import check_settings
+from tenplexfs.daemon.job_settings import check_changes, check_settings, with_changes
 from tenplexfs.daemon.keeping import Keeping, Restore
 from tenplexfs.daemon.node_calls import Nodes
 from tenplexfs.daemon.transactions import Transaction, Transactions
 from tenplexfs.daemon.view import VERSION, Metrics, View, progress_message, rebuilt_document
 from tenplexfs.errors import InvalidError, NotFoundError
-from tenplexfs.formats.requests import Request
+from tenplexfs.formats.requests import Request, has_request
+from tenplexfs.rpc.messages import arguments_of
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.coordinator import Change, Coordinator
 from tenplexfs.runtime.going_back import Rollback
 from tenplexfs.runtime.importer import Import, import_state
 from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.member import Member
-from tenplexfs.runtime.orders import Progress, Report
+from tenplexfs.runtime.orders import Description, Progress, Report
 from tenplexfs.runtime.planning import Target
 from tenplexfs.runtime.rebuilding import Rebuilder
 from tenplexfs.storage.places import check_url
@@ -104,7 +104,7 @@ class Service:
             tuple(request.drop),
             request.expected_generation or None,
             request.request_id,
-            _arguments(request),
+            arguments_of(request),
         )
 
         async def work(report: Report) -> Head:
@@ -128,7 +128,7 @@ class Service:
         nodes = {check_node_name(name): count for name, count in request.nodes.items()}
         self._view.job(job)
         self._nodes.check_known(nodes)
-        asked = Request(job, request.request_id, _arguments(request))
+        asked = Request(job, request.request_id, arguments_of(request))
 
         async def work(report: Report) -> Head:
             return await self._deciding.notify(asked, nodes, report, stop_timeout_s=request.stop_timeout_s)
@@ -161,7 +161,7 @@ class Service:
     async def rollback(self, request: control_pb2.RollbackRequest) -> AsyncIterator[control_pb2.Progress]:
         """Gives a job the state of an earlier step."""
         job = check_job_name(request.job)
-        asked = Rollback(job, request.step, request.skip_samples, request.request_id)
+        asked = Rollback(job, request.step, request.skip_samples, request.request_id, arguments_of(request))
         self._view.job(job)
 
         async def work(report: Report) -> Head:
@@ -169,9 +169,8 @@ class Service:
                 job, 0.0, report, lambda stop: self._keeping.roll_back(asked, report, stop)
             )
 
-        async for message in self._watch(
-            self._transactions.start(job, request.request_id, self._counted(work))
-        ):
+        transaction = self._transactions.start(job, asked.request_id, self._counted(work), asked.arguments)
+        async for message in self._watch(transaction):
             yield message
 
     async def abort(self, request: control_pb2.AbortRequest) -> control_pb2.Job:
@@ -227,7 +226,7 @@ class Service:
             request.step,
             tuple(request.ignore),
             request.request_id,
-            _arguments(request),
+            arguments_of(request),
         )
 
         async def work(report: Report) -> Head:
@@ -271,14 +270,43 @@ class Service:
             request.step if request.HasField("step") else None,
             _target(request) if given else None,
             request.request_id,
+            arguments_of(request),
         )
 
         async def work(report: Report) -> Head:
             return await self._keeping.restore(asked, report)
 
-        async for message in self._watch(
-            self._transactions.start(asked.job, asked.request_id, self._counted(work))
-        ):
+        transaction = self._transactions.start(
+            asked.job, asked.request_id, self._counted(work), asked.arguments
+        )
+        async for message in self._watch(transaction):
+            yield message
+
+    async def set_job(self, request: local_pb2.SetJobRequest) -> AsyncIterator[control_pb2.Progress]:
+        """Changes settings of a job, once its ranks have stopped."""
+        job = check_job_name(request.job)
+        asked = Request(job, request.request_id, arguments_of(request))
+        changes = check_changes(request.settings_json, insecure=self._config.insecure)
+        self._view.job(job)
+
+        async def change(known: Description, head: Head) -> bytes:
+            step, layout = head.snapshot.step, known.layout_json
+            return await self._compute(with_changes, known.settings_json, changes, step, layout)
+
+        async def work(report: Report) -> Head:
+            async def switch(stop: Callable[[Head], Awaitable[None]]) -> Head:
+                head, known = await self._coordinator.current(job)
+                is_made = has_request(known.settings_json, asked)
+                if not is_made and await change(known, head) != known.settings_json:
+                    await stop(head)
+                return await self._coordinator.change_settings(
+                    job, asked.id, change, report, arguments=asked.arguments
+                )
+
+            return await self._clients.stopped(job, 0.0, report, switch)
+
+        transaction = self._transactions.start(job, asked.id, self._counted(work), asked.arguments)
+        async for message in self._watch(transaction):
             yield message
 
     async def verify(self, request: local_pb2.VerifyRequest) -> AsyncIterator[local_pb2.VerifyReply]:
@@ -325,16 +353,6 @@ class Service:
         done = transaction.progress
         last = Progress("done", done.message, done.nodes, done.plan)
         yield progress_message(last, self._view.job(transaction.job))
-
-
-def _arguments(request: Message) -> bytes:
-    """Returns what ``request`` asks for: all but its id, and how it is to be carried out."""
-    plain = type(request)()
-    plain.CopyFrom(request)
-    for field in ("request_id", "stop_timeout_s", "expected_generation"):
-        if field in request.DESCRIPTOR.fields_by_name:
-            plain.ClearField(field)
-    return bytes(plain.SerializeToString(deterministic=True))
 
 
 def _target(

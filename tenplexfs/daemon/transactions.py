@@ -43,6 +43,18 @@ class Transaction:
         self._changed.set()
         self._changed = trio.Event()
 
+    def check_arguments(self, arguments: bytes) -> None:
+        """Refuses to be what was asked for by other ``arguments``.
+
+        Raises:
+            InvalidError: It was not.
+        """
+        if self.arguments != arguments:
+            raise InvalidError(
+                f"job {self.job}: request {self.request_id!r} is {self.progress.phase} and asked for "
+                "something else; give each request an id of its own"
+            )
+
     async def watch(self) -> AsyncIterator[Progress]:
         """Yields the progress now, and as it changes, until the end; fast changes are skipped.
 
@@ -91,11 +103,7 @@ class Transactions:
         running = self._running.get(job)
         if running is not None:
             if request_id and running.request_id == request_id:
-                if running.arguments != arguments:
-                    raise InvalidError(
-                        f"job {job}: request {request_id!r} is {running.progress.phase} and asked for "
-                        "something else; give each request an id of its own"
-                    )
+                running.check_arguments(arguments)
                 return running
             raise ConflictError(
                 f"job {job}: another transaction is {running.progress.phase}; try again after it"

@@ -209,6 +209,10 @@ class LocalHandler(Protocol):
         """Yields progress as `ControlHandler.reconfigure`, of a state that was persisted."""
         ...
 
+    def set_job(self, request: local_pb2.SetJobRequest) -> AsyncIterator[control_pb2.Progress]:
+        """Yields progress as `ControlHandler.reconfigure`, to the same state with other settings."""
+        ...
+
     async def history(self, request: local_pb2.HistoryRequest) -> local_pb2.HistoryReply:
         """Returns the steps of a job that are kept or persisted."""
         ...

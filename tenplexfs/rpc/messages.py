@@ -1,14 +1,17 @@
-"""Heads and snapshots as messages, and back."""
+"""Heads and snapshots as messages, and back; what requests ask for."""
 
 from __future__ import annotations
 
 import re
+
+from google.protobuf.message import Message
 
 from tenplexfs._pb import registry_pb2
 from tenplexfs.core.snapshot import Head, NodeInfo, SnapshotId, TxId, check_node_name
 from tenplexfs.errors import InvalidError
 
 __all__ = [
+    "arguments_of",
     "check_txid",
     "head_of",
     "head_to_pb",
@@ -20,6 +23,16 @@ __all__ = [
 
 _WORD_LENGTH = 300
 _TXID = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
+
+
+def arguments_of(request: Message) -> bytes:
+    """Returns what ``request`` asks for: all but its id, and how it is to be carried out."""
+    plain = type(request)()
+    plain.CopyFrom(request)
+    for field in ("request_id", "stop_timeout_s", "expected_generation"):
+        if field in request.DESCRIPTOR.fields_by_name:
+            plain.ClearField(field)
+    return bytes(plain.SerializeToString(deterministic=True))
 
 
 def check_txid(text: str) -> TxId:

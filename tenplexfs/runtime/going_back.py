@@ -14,6 +14,7 @@ from tenplexfs.core.transaction import kept_steps
 from tenplexfs.errors import InvalidError, NotFoundError, TenplexError
 from tenplexfs.formats.dataset_settings import datasets_back, datasets_of, skip_samples
 from tenplexfs.formats.lineage import with_past_of
+from tenplexfs.formats.requests import Request, has_request
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.coordinator import Coordinator, State
 from tenplexfs.runtime.orders import Description, Report, StoredPart
@@ -65,12 +66,14 @@ class Rollback:
         step: Whose state the job gets back.
         skip_samples: So many samples after that step are left out, of each dataset that is split.
         request_id: The same one is the same transaction; empty for none.
+        arguments: What it asks for, in whatever form.
     """
 
     job: JobName
     step: int
     skip_samples: int = 0
     request_id: str = ""
+    arguments: bytes = b""
 
 
 class PastSteps:
@@ -188,8 +191,11 @@ class PastSteps:
         Raises:
             NotFoundError, InvalidError: Nothing changed.
         """
-        await self.state(asked, await coordinator.describe(asked.job, head))
+        known = await coordinator.describe(asked.job, head)
+        if has_request(known.settings_json, Request(asked.job, asked.request_id, asked.arguments)):
+            return head
+        await self.state(asked, known)
         await stop(head)
         return await coordinator.replace_state(
-            asked.job, asked.request_id, partial(self.state, asked), report
+            asked.job, asked.request_id, partial(self.state, asked), report, arguments=asked.arguments
         )

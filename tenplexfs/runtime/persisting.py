@@ -137,9 +137,11 @@ class _State:
     """What a leader knows of a job.
 
     Attributes:
-        steps: That are persisted, and the names of their directories; None before it looked.
+        to: Where they are persisted.
+        steps: That are persisted there, and the names of their directories; None before it looked.
     """
 
+    to: str = ""
     steps: dict[SnapshotId, str] | None = None
     running: SnapshotId | None = None
     nodes: dict[NodeName, tuple[int, int]] = field(default_factory=dict)
@@ -215,6 +217,9 @@ class Persister:
             return False
         if persist is None or step is None or state.running is not None:
             return False
+        if state.to != persist.to:
+            state.to, state.steps, state.failure = persist.to, None, None
+            state.wait_s = state.next_s = 0.0
         if trio.current_time() < state.next_s or state.steps is None:
             return trio.current_time() >= state.next_s
         newest = newest_past(shown.settings_json, state.steps)

@@ -173,6 +173,7 @@ class Replicas:
         snapshot, nodes = shown.head.snapshot, shown.head.nodes
         count = replicas_of(shown.settings_json)
         if not count:
+            await self._drop_all(job, self._sets(job))
             await self._count_living(shown, state)
             return True
         # What is whole nowhere any more is of no use but for what did not change since then.

@@ -18,7 +18,7 @@ import tenplexfs
 from tenplexfs._pb import control_pb2
 from tenplexfs.errors import InvalidError, TenplexError
 from tenplexfs.rpc.connection import Connection
-from tests.cluster.daemons import Daemons, check, until
+from tests.cluster.daemons import Daemon, Daemons, check, until
 from tests.cluster.test_daemons import WHOLE, prepare
 from tests.cluster.test_save import all_do, ranks
 
@@ -194,6 +194,50 @@ def test_without_a_parallelizer_the_mesh_stays(two):
         with pytest.raises(InvalidError, match="stop timeout: need seconds >= 0, got nan"):
             list(scheduler.stream("Control/NotifyResources", request, deadline_s=60))
         check(two.nodes[0].mount, "gpt", WHOLE)
+
+
+def test_settings_change_while_there_is_state(two):
+    def status(node: Daemon) -> dict[str, Any]:
+        return json.loads((node.mount / ".tenplexfs/jobs/gpt/status.json").read_text())
+
+    def persists_to(place: Path) -> bool:
+        return status(a)["persist"]["to"] == str(place) and any(place.glob("gpt/*/manifest.json"))
+
+    def used(node: Daemon) -> int:
+        return int(json.loads((node.mount / ".tenplexfs/status.json").read_text())["store"]["used_bytes"])
+
+    a, b = two.nodes
+    with job(two, keep_steps=1):
+        held = [used(node) for node in two.nodes]
+        places = [two.base / "first", two.base / "second"]
+        setting = f'persist={{"to": "{places[0]}"}}'
+        made = b.ok("job", "set", "gpt", "replicas=1", setting, "memory=64MiB")
+        assert made["generation"] == 2 and made["step"] == 7
+        assert made["settings"] == {
+            "keep_steps": 1,
+            "memory": 64 << 20,
+            "persist": {"to": str(places[0]), "every": 1, "keep": 3},
+            "replicas": 1,
+        }
+        until(lambda: persists_to(places[0]))
+        until(lambda: all(status(node)["replicas"]["is_complete"] for node in two.nodes))
+        for node in two.nodes:
+            check(node.mount, "gpt", WHOLE)
+        assert a.ok("job", "set", "gpt", "replicas=1", setting, "webhook=")["txid"] == made["txid"]
+
+        for wrong, said in (
+            ("colour=", "setting 'colour': unknown; there are: keep_steps, "),
+            ("replicas=many", "setting 'replicas': need a whole number >= 1, got 'many'"),
+        ):
+            done, content, _ = a.run("job", "set", "gpt", "keep_steps=9", wrong)
+            assert done == 1 and content["error"]["message"].startswith(said), content
+        assert a.run("job", "set", "none", "replicas=1")[1]["error"]["code"] == "NOT_FOUND"
+        assert a.job()["generation"] == 2
+
+        changed = a.ok("job", "set", "gpt", "replicas=", f'persist={{"to": "{places[1]}"}}', "memory=")
+        assert changed["generation"] == 3 and changed["settings"].keys() == {"keep_steps", "persist"}
+        until(lambda: persists_to(places[1]))
+        until(lambda: all(used(node) == alone for node, alone in zip(two.nodes, held, strict=True)))
 
 
 def test_the_ranks_stop_and_save_before_the_job_pauses(two):

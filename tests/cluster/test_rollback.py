@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
 
 import tenplexfs
+from tenplexfs._pb import control_pb2
 from tenplexfs.core.order import Order
+from tenplexfs.errors import InvalidError
+from tenplexfs.rpc.connection import Connection
 from tests.cluster.daemons import Daemons
 from tests.runtime.cluster import write_safetensors
 
@@ -62,8 +66,16 @@ def test_back_with_the_samples_of_that_step_and_some_of_them_skipped(two, tmp_pa
     steps = second.ok("job", "history", "gpt")["steps"]
     assert [(each["step"], each["current"]) for each in steps] == [(3, True), (2, False), (1, False)]
 
-    made = second.ok("job", "rollback", "gpt", "--step", "1", "--skip-samples", "10")
-    assert (made["job"]["step"], made["job"]["generation"]) == (1, 3)
+    def roll_back(**asked: int) -> control_pb2.Job:
+        request = control_pb2.RollbackRequest(job="gpt", request_id="r1", **asked)
+        with closing(Connection(f"127.0.0.1:{two.ports['node1']}")) as scheduler:
+            return list(scheduler.stream("Control/Rollback", request, deadline_s=60))[-1].job
+
+    made = roll_back(step=1, skip_samples=10)
+    assert (made.step, made.generation) == (1, 3)
+    assert roll_back(step=1, skip_samples=10).txid == made.txid
+    with pytest.raises(InvalidError, match="request 'r1' was made before and asked for something else"):
+        roll_back(step=1, skip_samples=11)
     for node in two.nodes:
         assert node.job()["datasets"]["train"]["consumed"] == 14
         assert np.load(node.mount / "gpt/full/w.npy").tobytes() == whole(1).tobytes()

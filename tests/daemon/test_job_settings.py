@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from tenplexfs.daemon import job_settings
-from tenplexfs.daemon.job_settings import check_webhook
+from tenplexfs.daemon.job_settings import check_changes, check_webhook, with_changes
 from tenplexfs.errors import InvalidError
 
 check_settings = partial(job_settings.check_settings, insecure=False)
@@ -41,6 +41,24 @@ def test_what_is_wrong_is_said_in_one_line(text, message):
     with pytest.raises(InvalidError) as caught:
         check_settings(text)
     assert message in caught.value.message
+
+
+def test_changes_are_checked_as_settings_are_and_change_nothing_where_all_is_so():
+    changes = check_changes('{"memory": "1KiB", "webhook": null}', insecure=False)
+    assert changes == {"memory": 1024, "webhook": None}
+    had = b'{"webhook": "https://x/y","paused": "few"}'
+    changed = with_changes(had, changes, None, b"")
+    assert changed == b'{"memory": 1024, "paused": "few"}'
+    assert with_changes(changed, changes, None, b"") == changed
+    assert with_changes(b"", {"webhook": None}, None, b"") == b""
+    for wrong, said in (
+        ("", "name at least one"),
+        ('{"datasets": null}', "setting 'datasets': unknown; there are: keep_steps"),
+        ('{"replicas": 0}', "setting 'replicas': need a whole number >= 1"),
+        ('{"webhook": "http://example.com"}', "http beyond this machine"),
+    ):
+        with pytest.raises(InvalidError, match=re.escape(said)):
+            check_changes(wrong, insecure=False)
 
 
 def test_events_go_in_the_clear_to_this_machine_only():

@@ -122,6 +122,9 @@ class Local:
     async def restore(self, request):
         yield control_pb2.Progress(phase="done", message=request.url)
 
+    async def set_job(self, request):
+        yield control_pb2.Progress(phase="done", message=request.settings_json)
+
     async def history(self, request):
         return local_pb2.HistoryReply(json=request.job)
 
