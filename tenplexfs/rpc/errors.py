@@ -15,7 +15,7 @@ import grpc
 
 from tenplexfs.errors import TenplexError, TimedOutError, UnavailableError, error_from_code
 
-__all__ = ["CLIENT_METADATA", "answer", "error_of", "is_transient"]
+__all__ = ["CLIENT_METADATA", "UnreachedError", "answer", "error_of", "is_transient"]
 
 CLIENT_METADATA = ("tenplexfs-client", "1")
 """Says that the client takes long metadata."""
@@ -24,6 +24,8 @@ _MARK, _BODY = "tenplexfs-error", "tenplexfs-error-bin"
 # Other clients refuse more than 8 KiB of metadata; the message is sent percent-encoded.
 _SHORT_BYTES, _LONG_BYTES = 2000, 256 << 10
 _TRANSPORT = {"UNAVAILABLE", "CANCELLED", "RESOURCE_EXHAUSTED", "INTERNAL", "UNKNOWN", "ABORTED"}
+
+_UNREACHED = "failed to connect"  # in what gRPC says then, and only then
 
 _HANDSHAKE = (
     ("certificate has expired", "its certificate has expired"),
@@ -41,6 +43,10 @@ _HANDSHAKE = (
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+class UnreachedError(UnavailableError):
+    """No connection was made: nobody has heard of the call."""
 
 
 def answer(context: grpc.ServicerContext, call: Callable[[], T]) -> T:
@@ -98,13 +104,14 @@ def error_of(raised: grpc.RpcError, what: str) -> TenplexError:
     if code == "DEADLINE_EXCEEDED":
         return TimedOutError(f"{what}: no answer before the deadline")
     if code in _TRANSPORT:
-        return UnavailableError(f"{what}: {_reason(message) or f'{code}: {message}'}")
+        kind = UnreachedError if _UNREACHED in message else UnavailableError
+        return kind(f"{what}: {_reason(message) or f'{code}: {message}'}")
     return error_from_code(code, f"{what}: {message}")
 
 
 def _reason(message: str) -> str | None:
     """Returns in words why a connection was not made, where gRPC's text tells; else None."""
-    if "failed to connect" not in message:
+    if _UNREACHED not in message:
         return None
     return next((words for mark, words in _HANDSHAKE if mark in message), None)
 

@@ -18,6 +18,7 @@ from tenplexfs.errors import CorruptError, NotFoundError, TimedOutError, Unavail
 from tenplexfs.rpc.bulk import Greeting
 from tenplexfs.rpc.bulk_client import BulkClient
 from tenplexfs.rpc.connection import Cancel, Connection
+from tenplexfs.rpc.errors import UnreachedError
 from tenplexfs.rpc.retries import Retries
 from tenplexfs.rpc.threads import in_thread
 from tenplexfs.rpc.wire import FETCH, FetchRequest, checked, split
@@ -25,6 +26,7 @@ from tenplexfs.runtime.protocols import Ranges
 
 __all__ = ["PeerClient"]
 
+_REACH_S = 1.0  # for a node that has just come back; connections are tried again after a quarter of a second
 _MESSAGE_BYTES = 1 << 18  # what is passed on waits for whole messages
 
 
@@ -148,8 +150,8 @@ class PeerClient:
     ) -> AsyncIterator[peer_pb2.StageProgress]:
         """Yields the progress of ``node``; ends once it has staged.
 
-        Close it (`aclosing`) to stop the node's work. A stage that is cut off is not tried again: the
-        coordinator knows better whether it still wants it.
+        Close it (`aclosing`) to stop the node's work. A stage that reaches nobody is tried again for a
+        second. One that is cut off is not: the coordinator knows better whether it still wants it.
         """
         async with aclosing(self._stream(node, "Peer/Stage", request)) as replies:
             async for reply in replies:
@@ -165,12 +167,22 @@ class PeerClient:
 
     async def _stream(self, node: NodeName, method: str, request: Message) -> AsyncGenerator[Any]:
         connection = self._connection(node)
-        cancel = Cancel()
-        replies = connection.stream(method, request, deadline_s=self._stage_deadline_s, cancel=cancel)
+        cancel, retries = Cancel(), Retries(self._stage_deadline_s, patience_s=_REACH_S)
+
+        def opened() -> Iterator[Message]:
+            return connection.stream(method, request, deadline_s=retries.left_s(), cancel=cancel)
+
+        replies = opened()
 
         def following(waiting: Cancel) -> Message | None:
+            nonlocal replies
             waiting.watch(cancel)
-            return next(replies, None)
+            while True:
+                try:
+                    return next(replies, None)
+                except UnreachedError as error:
+                    retries.wait(error, cancel)
+                    replies = opened()
 
         try:
             while (reply := await in_thread(following, limiter=self._limiter)) is not None:

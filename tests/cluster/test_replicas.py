@@ -15,7 +15,6 @@ import pytest
 
 import tenplexfs
 from tenplexfs._pb import control_pb2
-from tenplexfs.errors import UnavailableError
 from tenplexfs.rpc.connection import Connection
 from tests.cluster.daemons import Daemon, Daemons, check, until
 from tests.runtime.cluster import write_safetensors
@@ -111,15 +110,7 @@ class Four(Daemons):
             self.nodes[number].start()
         for number in numbers:
             self.nodes[number].wait()
-
-        def is_back() -> bool:
-            try:  # the coordinator looks for a while only now and then whether a node is there again
-                self.reconfigure(str(self.base / "layout.json"))
-            except UnavailableError:
-                return False
-            return True
-
-        until(is_back)
+        self.reconfigure(str(self.base / "layout.json"))
 
     def reconfigure(self, *how: str) -> str:
         """Asks the node without ranks; returns what it said on the way."""

@@ -206,6 +206,26 @@ async def test_a_peer_that_comes_back():
     assert sink.data == BIG.tobytes()
 
 
+async def test_a_stage_reaches_a_peer_that_has_just_come_back():
+    stages: list[int] = []
+
+    async def stage(client: PeerClient) -> None:
+        stages.extend([p.bytes_done async for p in client.stage("node0", peer_pb2.StageRequest(job="gpt"))])
+
+    async with running() as (address, _, _):
+        pass
+    with client_of(address, call_deadline_s=1.5) as client:
+        with pytest.raises(UnavailableError):  # for so long that the connection is tried seldom
+            await client.hello("node0", peer_pb2.HelloRequest())
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stage, client)
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            async with running(listen=address):
+                while not stages:
+                    await trio.testing.wait_all_tasks_blocked(0.01)
+    assert stages == [1, 2]
+
+
 async def test_a_peer_that_hangs_ends_by_the_deadline():
     release = threading.Event()
 
