@@ -141,10 +141,14 @@ class Daemons:
         self.nodes = [Daemon(base, name, self.ports, **flags) for name in self.ports]
 
     def __enter__(self) -> Daemons:
-        for node in self.nodes:
-            node.start()
-        for node in self.nodes:
-            node.wait()
+        try:
+            for node in self.nodes:
+                node.start()
+            for node in self.nodes:
+                node.wait()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
