@@ -56,7 +56,7 @@ def test_a_layout_is_made_checked_and_shown(cli, bert, tmp_path):
         (("layout", "make", "--from", "x", "--nodes", "a", "--qkv", "odd"), 2, ("--qkv odd",)),
         (("layout", "make", "--from", "x", "--nodes", "a", "--tp", "0"), 2, ("--tp",)),
         (("plan", "one.json"), 2, ("OLD and NEW", "got 1")),
-        (("reconfigure", "gpt"), 2, ("layout file or --mesh",)),
+        (("reconfigure", "gpt"), 2, ("layout file, --mesh or --resources",)),
         (("reconfigure", "gpt", "--mesh", "tp=0", "--socket", "none"), 2, ("--mesh 'tp=0'",)),
         (("status",), 3, ("no daemon",)),
         (("status", "--socket", "/nowhere/at.sock"), 3, ("/nowhere/at.sock", "tenplexfs serve")),
