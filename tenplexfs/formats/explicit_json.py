@@ -41,6 +41,9 @@ def convert(what: str, raw: object, kind: type[_Struct]) -> _Struct:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         raise InvalidError(f"{what}: {error}".replace(" - at `$.", " at `").replace("`", "'")) from None
+    except UnicodeEncodeError as error:  # JSON can say half of a surrogate pair
+        half = error.object[error.start : error.end]
+        raise InvalidError(f"{what}: half a surrogate pair is no text: {half!r}") from None
 
 
 def as_path(text: str) -> str:
