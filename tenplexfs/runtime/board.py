@@ -17,6 +17,7 @@ __all__ = ["Board"]
 
 _PULSE_S = 5.0
 _PATIENCE_S = 60.0
+_PAIRS = 1 << 18  # of boxes that are compared at once
 
 
 class _Arrival:
@@ -29,18 +30,27 @@ class _Arrival:
         self.nbytes = item.nbytes
         self.landed_bytes = 0
 
-    def needed_bytes(self, boxes: Boxes) -> int:
-        """Returns how many bytes must be there for all that lies in ``boxes``."""
+    def needed(self, boxes: Boxes) -> tuple[int, int]:
+        """Returns how many bytes must be there for all that lies in ``boxes``, and how many elements that is.
+
+        Cost: A few nanoseconds for each pair of boxes; memory for some of them at a time.
+        """
+        step = max(1, _PAIRS // max(1, len(self._boxes)))
+        found = [self._needed(boxes[at : at + step]) for at in range(0, len(boxes), step)]
+        return max((nbytes for nbytes, _ in found), default=0), sum(volume for _, volume in found)
+
+    def _needed(self, boxes: Boxes) -> tuple[int, int]:
         own = self._boxes[:, None]
         start = np.maximum(own[:, :, 0], boxes[:, 0])
         stop = np.minimum(own[:, :, 1], boxes[:, 1])
         mine, _ = pairs = np.nonzero((start < stop).all(axis=2))
         if not len(mine):
-            return 0
+            return 0, 0
         begin, extent = self._boxes[mine, 0], self._boxes[mine, 1] - self._boxes[mine, 0]
         last = ((stop[pairs] - 1 - begin) * ravel_strides(extent)).sum(axis=1)
         first = self._ends[mine] - extent.prod(axis=1) * self._itemsize
-        return int((first + (last + 1) * self._itemsize).max())
+        volume = (stop[pairs] - start[pairs]).prod(axis=1).sum()
+        return int((first + (last + 1) * self._itemsize).max()), int(volume)
 
 
 class Board:
@@ -62,8 +72,8 @@ class Board:
     def show(self, keys: Sequence[Key], array: Array, items: Sequence[Fetch]) -> None:
         """Shows ``array``, of which nothing has landed, under ``keys``; ``items`` will come from afar."""
         self._arrivals[keys[0]] = {item: _Arrival(item) for item in items}
-        self._names.update(dict.fromkeys(keys, keys[0]))
         self._arrays[keys[0]] = array
+        self._names.update(dict.fromkeys(keys, keys[0]))  # last, for others ask all the while
 
     def array(self, rank: int, path: str) -> Array | None:
         """Returns an array, whatever has landed of it, or None when it is not made here."""
@@ -95,7 +105,8 @@ class Board:
         """Waits for ``boxes`` of an array; returns False after some seconds, to be asked again.
 
         Raises:
-            UnavailableError: Nothing at all has come for a minute, or nothing will.
+            UnavailableError: Nothing at all has come for a minute, or nothing will; or some of ``boxes`` does
+                not come from afar, so that nobody here knows whether it is there.
         """
         key = self._names[rank, path]
         until_s = self._clock() + _PULSE_S
@@ -105,8 +116,10 @@ class Board:
             while True:
                 arrivals = self._arrivals[key]
                 if arrivals is not seen:
-                    open_ones = (a for a in arrivals.values() if a.landed_bytes < a.nbytes)
-                    needed, seen = [(a, a.needed_bytes(boxes)) for a in open_ones], arrivals
+                    found = [(a, *a.needed(boxes)) for a in arrivals.values()]
+                    if sum(volume for *_, volume in found) != int(box_volumes(boxes).sum()):
+                        raise UnavailableError(f"{path} of rank {rank} is not all here to be passed on")
+                    needed, seen = [(a, nbytes) for a, nbytes, _ in found], arrivals
                 if all(arrival.landed_bytes >= nbytes for arrival, nbytes in needed):
                     return True
                 now = self._clock()

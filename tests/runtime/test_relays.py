@@ -166,6 +166,21 @@ def test_messages_wait_for_what_lands_and_never_overtake_it():
     assert sent == source[1:60, 1:31].tobytes()[33:]
 
 
+@pytest.mark.parametrize("pairs", [1, 1 << 18])
+def test_what_does_not_come_from_afar_is_not_passed_on(monkeypatch, pairs):
+    monkeypatch.setattr("tenplexfs.runtime.board._PAIRS", pairs)
+    array = np.zeros((4, 4), np.uint8)
+    items = [item_of(array, np.array([[[0, 0], [1, 4]], [[1, 0], [2, 2]]]))]
+    board = Board()
+    board.show([(0, "w")], array, items)
+    board.show([(0, "local")], array, [])
+    board.landed(items[0], 6)
+    assert board.wait(0, "w", np.array([[[0, 1], [2, 2]], [[0, 3], [1, 4]]]))
+    for path, boxes in (("w", [[[0, 0], [1, 4]], [[1, 1], [2, 3]]]), ("local", [[[0, 0], [1, 1]]])):
+        with pytest.raises(UnavailableError, match=f"{path} of rank 0 is not all here to be passed on"):
+            board.wait(0, path, np.array(boxes))
+
+
 def test_a_stage_that_ends_lets_nobody_wait():
     array = np.zeros((4, 4), np.uint8)
     item = item_of(array, np.array([[[0, 0], [4, 4]]]))
