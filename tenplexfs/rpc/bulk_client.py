@@ -8,6 +8,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -131,8 +132,10 @@ class BulkClient:
             if time.monotonic() < self._avoid_until_s:
                 return None
             port = self._port
-        if port is not None and (made := self._connect(port)) is not None:
-            return made
+        if port is not None:
+            with suppress(TenplexError):  # another one's by now, after a restart
+                if (made := self._connect(port)) is not None:
+                    return made
         port = self._ask(deadline_s, cancel)
         made = self._connect(port) if port else None
         with self._lock:

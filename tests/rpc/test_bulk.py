@@ -216,6 +216,15 @@ async def test_where_the_port_cannot_be_reached_grpc_carries_the_bytes(caplog):
     assert [r.message for r in caplog.records if "cannot be reached; gRPC carries them" in r.message]
 
 
+def test_a_port_that_is_somebody_elses_by_now_is_asked_for_again():
+    with served(node="node1") as (other, _), served(node="node0") as (server, _):
+        client = client_of(server.port, node="node0")
+        client._port = other.port
+        assert fetched(client) == BIG.tobytes()
+        assert client._connection.asked == 1
+        client.close()
+
+
 async def test_bytes_go_over_the_port_and_not_over_grpc(monkeypatch):
     monkeypatch.setattr("tenplexfs.rpc.server.messages_of", None)  # what gRPC would send
     mine = access(token="secret")
