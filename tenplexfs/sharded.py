@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
@@ -28,14 +28,22 @@ from tenplexfs.formats.layout_json import parse_layout
 from tenplexfs.formats.leaves import Leaf, decode_leaf
 from tenplexfs.formats.structure import read_document, unflatten, walk
 
-__all__ = ["TENSOR", "OpenJob", "check_held", "committed", "save_ranks", "wanted_snapshot"]
+__all__ = [
+    "TENSOR",
+    "OpenJob",
+    "check_held",
+    "check_shard",
+    "committed",
+    "laid_out",
+    "save_ranks",
+    "wanted_snapshot",
+]
 
 Array: TypeAlias = npt.NDArray[np.generic]
 
 TENSOR = object()
 """What stands for a tensor among values."""
 
-_BATCH_BYTES = 256 << 20
 _NAMED = 10
 _RECONFIGURE = "reconfigure it first (tenplexfs reconfigure), or save into another job"
 
@@ -57,7 +65,7 @@ class OpenJob:
         self._opened = OpenSnapshot(place, step=step, snapshot=snapshot)
         self._leaves: dict[int, dict[str, Leaf]] = {}
         try:
-            self.ptc: PTC = build_ptc(parse_layout(self._opened.layout_json))
+            self.ptc: PTC = laid_out(self._opened.layout_json)
         except BaseException:
             self._opened.close()
             raise
@@ -159,10 +167,10 @@ class OpenJob:
             made = np.empty(region.shape, dtype_of(region.dtype))
             _fill(made, found, arrays, away)
             out.append(made)
-        for batch in _batches(away):
-            for region, data in zip(batch, self._opened.read(batch, uses=1), strict=True):
-                for target in away[region]:
-                    target[...] = data
+        targets = list(away.values())
+        for i, inner, data in self._opened.read(list(away), uses=1):
+            for target in targets[i]:
+                _view(target, inner)[...] = data
         return out
 
 
@@ -179,39 +187,13 @@ def _fill(
             place[...] = part.of(arrays[part.key])
             continue
         path, start, stop = part.remote
-        for each in _cut(RegionOf(path, start, stop, part.dtype)):
-            inner = [slice(a - o, b - o) for a, b, o in zip(each.start, each.stop, start, strict=True)]
-            away.setdefault(each, []).append(_view(place, inner))
+        away.setdefault(RegionOf(path, start, stop, part.dtype), []).append(place)
 
 
 def _view(array: Array, slices: Iterable[slice]) -> Array:
     place: Any = (..., *slices)
     view: Array = array[place]  # without the dots, one of no dims would be a copy
     return view
-
-
-def _cut(region: RegionOf) -> Iterator[RegionOf]:
-    """Yields parts of a region that are each no more than a batch."""
-    if region.nbytes <= _BATCH_BYTES:
-        yield region
-        return
-    dim = next(dim for dim, size in enumerate(region.shape) if size > 1)
-    middle = (region.start[dim] + region.stop[dim]) // 2
-    yield from _cut(replace(region, stop=(*region.stop[:dim], middle, *region.stop[dim + 1 :])))
-    yield from _cut(replace(region, start=(*region.start[:dim], middle, *region.start[dim + 1 :])))
-
-
-def _batches(regions: Iterable[RegionOf]) -> Iterator[list[RegionOf]]:
-    batch: list[RegionOf] = []
-    size = 0
-    for each in regions:
-        if batch and size + each.nbytes > _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(each)
-        size += each.nbytes
-    if batch:
-        yield batch
 
 
 def wanted_snapshot(place: Place, step: int | None, snapshot: str | None) -> tuple[int | None, str | None]:
@@ -253,7 +235,17 @@ def committed(place: Place, world_size: int) -> PTC | None:
         except OSError as error:
             raise UnavailableError(f"{root}: its layout cannot be read: {error.strerror}") from error
 
-    return build_ptc(parse_layout(patiently(read)))
+    return laid_out(patiently(read))
+
+
+@lru_cache(maxsize=4)
+def laid_out(layout_json: bytes) -> PTC:
+    """Returns what ranks hold by a layout; worked out once, as each step that is saved asks for it.
+
+    Raises:
+        InvalidError: The layout does not hold.
+    """
+    return build_ptc(parse_layout(layout_json))
 
 
 def check_held(job: str, ptc: PTC, held: Mapping[int, Mapping[str, Shard]]) -> None:
@@ -272,13 +264,22 @@ def check_held(job: str, ptc: PTC, held: Mapping[int, Mapping[str, Shard]]) -> N
         for path in sorted(paths ^ shards.keys()):
             where = "the run" if path in paths else "its layout"
             raise PreconditionError(f"job {job}: {path} on rank {rank}: {where} has none; {_RECONFIGURE}")
+        seen: set[tuple[int, int]] = set()  # thousands of tensors are held in a few ways
         for path, shard in shards.items():
-            known = ptc.shard(rank, path)
-            if not _is_same(known, shard):
-                raise PreconditionError(
-                    f"job {job}: {path} on rank {rank}: is {_shown(known)} in its layout, "
-                    f"{_shown(shard)} in this run; {_RECONFIGURE}"
-                )
+            which = id(ptc.shard(rank, path)), id(shard)
+            if which not in seen:
+                check_shard(job, ptc, rank, path, shard)
+                seen.add(which)
+
+
+def check_shard(job: str, ptc: PTC, rank: int, path: str, shard: Shard) -> None:
+    """Refuses what a rank holds of a tensor if it is not what the layout says; as `check_held`."""
+    known = ptc.shard(rank, path)
+    if not _is_same(known, shard):
+        raise PreconditionError(
+            f"job {job}: {path} on rank {rank}: is {_shown(known)} in its layout, "
+            f"{_shown(shard)} in this run; {_RECONFIGURE}"
+        )
 
 
 def _is_same(a: Shard, b: Shard) -> bool:

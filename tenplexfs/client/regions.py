@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -22,6 +22,8 @@ from tenplexfs.formats.frames import ALIGNMENT, MAX_FDS
 __all__ = ["LocalArray", "OpenSnapshot", "RegionOf", "create_job", "node_of", "place_of_job"]
 
 Array = npt.NDArray[np.generic]
+
+_BATCH_BYTES = 256 << 20  # the daemon refuses more than 1 GiB at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,16 +198,49 @@ class OpenSnapshot:
         """Returns local arrays that are on this node, as `visit` takes them."""
         return {key: local.array for key, local in self.visit(wanted)}
 
-    def read(self, regions: Sequence[RegionOf], *, uses: int) -> list[Array]:
-        """Returns regions of whole tensors, from wherever they are.
+    def read(
+        self, regions: Sequence[RegionOf], *, uses: int
+    ) -> Iterator[tuple[int, tuple[slice, ...], Array]]:
+        """Yields regions of whole tensors, from wherever they are, in parts of no more than a batch.
+
+        Each is the number of its region, where in the region it lies, and what is there.
 
         Args:
-            regions: At most 1 GiB.
+            regions: Of any size.
             uses: How many ranks of this node ask for the very same; they are fetched once.
         """
-        items = [[each.path, each.start, each.stop] for each in regions]
-        _, fds = self._connection.ask_fds("regions.read", items=items, uses=uses)
-        return _arrays_of(fds, regions)
+        for batch in _batches(regions):
+            items = [[part.path, part.start, part.stop] for _, part in batch]
+            _, fds = self._connection.ask_fds("regions.read", items=items, uses=uses)
+            for (i, part), data in zip(batch, _arrays_of(fds, [part for _, part in batch]), strict=True):
+                offsets = zip(part.start, part.stop, regions[i].start, strict=True)
+                yield i, tuple(slice(a - o, b - o) for a, b, o in offsets), data
+
+
+def _batches(regions: Sequence[RegionOf]) -> Iterator[list[tuple[int, RegionOf]]]:
+    """Yields what is asked for at once: numbers of regions, and parts of them."""
+    batch: list[tuple[int, RegionOf]] = []
+    size = 0
+    for i, region in enumerate(regions):
+        for part in _cut(region):
+            if batch and size + part.nbytes > _BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append((i, part))
+            size += part.nbytes
+    if batch:
+        yield batch
+
+
+def _cut(region: RegionOf) -> Iterator[RegionOf]:
+    """Yields parts of a region that are each no more than a batch."""
+    dim = next((dim for dim, size in enumerate(region.shape) if size > 1), None)
+    if dim is None or region.nbytes <= _BATCH_BYTES:
+        yield region
+        return
+    middle = (region.start[dim] + region.stop[dim]) // 2
+    yield from _cut(replace(region, stop=(*region.stop[:dim], middle, *region.stop[dim + 1 :])))
+    yield from _cut(replace(region, start=(*region.start[:dim], middle, *region.start[dim + 1 :])))
 
 
 def _arrays_of(fds: list[int], regions: Sequence[RegionOf]) -> list[Array]:

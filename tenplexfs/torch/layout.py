@@ -33,7 +33,16 @@ from tenplexfs.torch.placements import (
     refuse_split,
 )
 
-__all__ = ["TensorLike", "describe", "dtype_name", "layout_of", "layout_of_ranks", "shard_of", "shards_of"]
+__all__ = [
+    "TensorLike",
+    "choose",
+    "describe",
+    "dtype_name",
+    "layout_of",
+    "layout_of_ranks",
+    "shard_of",
+    "shards_of",
+]
 
 TensorLike: TypeAlias = torch.Tensor | tuple[Sequence[int], torch.dtype, DeviceMesh, Sequence[Placement]]
 """A DTensor, a plain tensor, or (global shape, dtype, mesh, placements)."""
@@ -67,12 +76,18 @@ def describe(state: Mapping[str, TensorLike], *, mesh: DeviceMesh | None = None)
     """
     meshes: dict[int, MeshSpec] = {}
     tensors: dict[str, TensorSpec] = {}
+    alike: dict[object, TensorSpec] = {}
     roots: dict[int, DeviceMesh] = {} if mesh is None else {id(mesh): mesh}
-    for name, value in state.items():
-        path = name.replace(".", "/")
-        if path in tensors:
-            raise InvalidError(f"tensor {path!r}: two names of the state give this path")
-        tensors[path] = _spec(f"tensor {path!r}", value, meshes, None if mesh is not None else roots)
+    with torch.no_grad():  # so that a local array is at hand
+        for name, value in state.items():
+            path = name.replace(".", "/")
+            if path in tensors:
+                raise InvalidError(f"tensor {path!r}: two names of the state give this path")
+            kind = _kind(value) or path
+            if kind not in alike:
+                what = f"tensor {path!r}"
+                alike[kind] = _spec(what, value, meshes, None if mesh is not None else roots)
+            tensors[path] = alike[kind]
     ready = dist.is_available() and dist.is_initialized()
     root = max(roots.values(), key=lambda m: m.size(), default=None)
     return StateSpec(
@@ -151,7 +166,7 @@ def shard_of(tensor: TensorLike, rank: int | None = None) -> ExplicitShard:
     if spec.mesh is not None and (rank is None or rank not in spec.mesh.ranks):
         raise InvalidError(f"rank {rank}: not of the tensor's mesh {list(spec.mesh.ranks)}")
     found = readings(spec, _coordinates(spec, rank or 0))
-    return _chosen("tensor", [{0: shard} for shard in found], {0: spec.local_shape if rank == own else None})[
+    return choose("tensor", [{0: shard} for shard in found], {0: spec.local_shape if rank == own else None})[
         0
     ]
 
@@ -184,7 +199,7 @@ def shards_of(tensors: Mapping[str, DTensor]) -> dict[str, ExplicitShard]:
             both = {rank: readings(spec, _coordinates(spec, rank)) for rank in mesh.ranks}
             ways = [{rank: each[i] for rank, each in both.items()} for i in (0, -1)]
             seen = {rank: shapes[rank].get(name) for rank in mesh.ranks}
-            found[name] = _chosen(f"tensor {name!r}", ways, seen)[own]
+            found[name] = choose(f"tensor {name!r}", ways, seen)[own]
     return found
 
 
@@ -217,6 +232,15 @@ def _spec(
     spec = TensorSpec(tuple(shape), dtype_name(what, dtype), meshes[id(mesh)], splits, local)
     refuse_split(what, spec)
     return spec
+
+
+def _kind(value: object) -> object:
+    """Returns what is the same for DTensors of the same spec; None for all else."""
+    if not isinstance(value, DTensor):
+        return None
+    placements, local = value.placements, value.to_local().shape
+    types = tuple(map(type, placements))  # see `_split`
+    return value.shape, value.dtype, id(value.device_mesh), placements, types, local
 
 
 def _root_of(mesh: DeviceMesh) -> DeviceMesh:
@@ -310,7 +334,7 @@ class _Reader:
             found = readings(spec, places[id(spec.mesh)][rank] if spec.mesh is not None else ())
             literal[rank], ordered[rank] = found[0], found[-1]
         ways = [literal, ordered] if literal != ordered else [literal]
-        chosen = _chosen(what, ways, {rank: spec.local_shape for rank, spec in specs.items()})
+        chosen = choose(what, ways, {rank: spec.local_shape for rank, spec in specs.items()})
         cuts = self._cuts(specs.values())
         if cuts is not None and not cuts_give(next(iter(specs.values())).shape, cuts, self.mesh, chosen):
             cuts = None
@@ -330,10 +354,19 @@ class _Reader:
         return found.pop()
 
 
-def _chosen(
+def choose(
     what: str, ways: Sequence[dict[int, ExplicitShard]], seen: Mapping[int, tuple[int, ...] | None]
 ) -> dict[int, ExplicitShard]:
-    """Returns the one of ``ways`` that the local shapes bear out."""
+    """Returns the one of ``ways`` to read placements that the local shapes bear out.
+
+    Args:
+        what: The tensor, for messages.
+        ways: Each the shards by rank.
+        seen: Local shapes by rank, None where there is none to look at.
+
+    Raises:
+        InvalidError: None does, or several.
+    """
     fits = [
         held
         for held in ways

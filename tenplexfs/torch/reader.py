@@ -24,17 +24,15 @@ from tenplexfs.client.arrays import to_torch
 from tenplexfs.client.connection import patiently
 from tenplexfs.client.regions import LocalArray, OpenSnapshot, RegionOf, place_of_job
 from tenplexfs.client.sources import Part, Sources
-from tenplexfs.core.build import build_ptc
 from tenplexfs.core.layout import ExplicitShard
 from tenplexfs.errors import ConflictError, InvalidError
-from tenplexfs.formats.layout_json import parse_layout
+from tenplexfs.sharded import laid_out
 from tenplexfs.torch.catalog import Catalog, Stored
 from tenplexfs.torch.exchange import this_rank
 from tenplexfs.torch.layout import shards_of
 
 __all__ = ["Reader"]
 
-_BATCH_BYTES = 256 << 20
 _READ_BYTES = 64 << 10  # below, a system call costs more than page faults
 
 _Pieces: TypeAlias = Mapping[str, ExplicitShard]
@@ -168,7 +166,7 @@ class Reader(StorageReader):
         self._close()
         opened = OpenSnapshot(self._place, step=self._step, snapshot=wanted)
         try:
-            ptc = build_ptc(parse_layout(opened.layout_json))
+            ptc = laid_out(opened.layout_json)
             catalog = Catalog(ptc, opened, this_rank(), allow_pickle=self._allow_pickle)
         except BaseException:
             opened.close()
@@ -293,10 +291,10 @@ class Reader(StorageReader):
         known = {each for _, group in planned for each in group}
         rest = [each for each in away if each not in known]
         for uses, group in [*planned, (1, rest)]:
-            for batch in _batches([RegionOf(*each, dtypes[each[0]]) for each in group]):
-                for region, array in zip(batch, self._snapshot.read(batch, uses=uses), strict=True):
-                    for place in away[region.path, region.start, region.stop]:
-                        place.copy_(cast(torch.Tensor, to_torch(array)))
+            regions = [RegionOf(*each, dtypes[each[0]]) for each in group]
+            for i, inner, array in self._snapshot.read(regions, uses=uses):
+                for place in away[group[i]]:
+                    place[inner].copy_(cast(torch.Tensor, to_torch(array)))
 
 
 def _copy_part(local: LocalArray, part: Part, place: torch.Tensor) -> None:
@@ -307,19 +305,6 @@ def _copy_part(local: LocalArray, part: Part, place: torch.Tensor) -> None:
         local.read_into(view, place.view(-1).view(torch.uint8).numpy().data)
     else:
         place.copy_(source)
-
-
-def _batches(regions: Sequence[RegionOf]) -> Iterator[list[RegionOf]]:
-    batch: list[RegionOf] = []
-    size = 0
-    for each in regions:
-        if batch and size + each.nbytes > _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(each)
-        size += each.nbytes
-    if batch:
-        yield batch
 
 
 def _saved(value: object) -> io.BytesIO:

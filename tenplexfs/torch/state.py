@@ -106,8 +106,11 @@ class Values:
         spread = {id(self.values[name]): tensor for name, tensor in self.spread.items()}
         described = {path: spread.get(id(each.value), each.value) for path, each in flat.tensors.items()}
         spec = describe(described)
-        # A planner may change the dtype on the way.
-        tensors = {path: replace(each, dtype=flat.tensors[path].dtype) for path, each in spec.tensors.items()}
+        tensors = {
+            # A planner may change the dtype on the way.
+            path: each if each.dtype == (dtype := flat.tensors[path].dtype) else replace(each, dtype=dtype)
+            for path, each in spec.tensors.items()
+        }
         return replace(spec, tensors=tensors)
 
     def digests(self, names: Iterable[str], *, whole: bool, allow_pickle: bool) -> dict[str, bytes]:

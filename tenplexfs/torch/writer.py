@@ -20,12 +20,15 @@ from torch.futures import Future
 from tenplexfs.client.jobs import env
 from tenplexfs.client.regions import create_job, node_of, place_of_job
 from tenplexfs.client.saving import save_held
-from tenplexfs.client.session import run_name
+from tenplexfs.client.session import loaded_from, run_name
 from tenplexfs.core.layout import Layout, TensorEntry
-from tenplexfs.core.snapshot import NodeName
+from tenplexfs.core.ptc import PTC
+from tenplexfs.core.snapshot import NodeName, parse_snapshot
 from tenplexfs.errors import ConflictError, InvalidError, NotFoundError, PreconditionError
 from tenplexfs.formats.layout_json import layout_text
+from tenplexfs.sharded import committed
 from tenplexfs.torch.exchange import Exchange, world_size
+from tenplexfs.torch.held import check_spec
 from tenplexfs.torch.layout import layout_of_ranks
 from tenplexfs.torch.placements import StateSpec
 from tenplexfs.torch.state import RankState, Values, values_of
@@ -184,18 +187,14 @@ class Writer(StorageWriter):
             if name not in local and (name not in values.spread or self._replica_mismatch == "lowest")
         ]
         digests = values.digests(names, whole=whole, allow_pickle=self._allow_pickle)
-        known = _world_of(self._path)
-        if known is not None and known != exchange.world:
-            raise PreconditionError(
-                f"job {self._place.job}: is laid out for {known} ranks, this run has {exchange.world}: "
-                "reconfigure it first (tenplexfs reconfigure), or save into another job"
-            )
+        known = committed(self._place, exchange.world)
+        spec = values.spec(ready.flat)
+        if known is not None:
+            self._check(known, spec, exchange.rank)
         card = _Card(
             node_of(self._place),
             exchange.post_shared(digests),
-            None
-            if known is not None
-            else exchange.post_shared((values.spec(ready.flat), dict(ready.flat.ties))),
+            exchange.post_shared((spec, dict(ready.flat.ties))) if known is None else None,
         )
 
         def decide(cards: list[_Card]) -> dict[str, int]:
@@ -205,6 +204,16 @@ class Writer(StorageWriter):
             return lowest
 
         return exchange.agree(card, decide)
+
+    def _check(self, known: PTC, spec: StateSpec, rank: int) -> None:
+        try:
+            check_spec(self._place.job, known, spec, rank)
+        except (InvalidError, PreconditionError):
+            loaded = self._snapshot or loaded_from(self._path.parent, self._place.job)
+            now = env(self._path)["generation"]
+            if loaded is None or parse_snapshot(loaded).generation == now:
+                raise
+            # The job was reconfigured under this run: the daemon refuses that, and says what to do.
 
     def _layout_of(self, exchange: Exchange, cards: Sequence[_Card]) -> bytes:
         found = {key: exchange.get(key) for key in {card.spec for card in cards} if key is not None}
@@ -266,16 +275,14 @@ class Writer(StorageWriter):
         made.wait()
 
 
-def _world_of(path: os.PathLike[str]) -> int | None:
-    try:
-        return int(env(path)["world_size"])
-    except NotFoundError:
-        return None
-
-
 def _wait_for(path: os.PathLike[str], exchange: Exchange) -> None:
-    while _world_of(path) is None:
-        exchange.check()
+    while True:
+        try:
+            env(path)
+        except NotFoundError:
+            exchange.check()
+        else:
+            return
 
 
 def _lowest(cards: Sequence[_Card], tables: Mapping[str, Mapping[str, bytes]]) -> dict[str, int]:

@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
+from tenplexfs.client import regions
 from tenplexfs.torch import Reader, Writer
 from tenplexfs.torch import writer as writer_module
 from tests.torch.context import Context
@@ -36,7 +39,8 @@ def cubes(at: Context) -> None:
         stage, own = piped.get_local_rank("pp"), piped["dp", "tp"]
         state[f"layers.{stage}.w"] = spread((5, 6), own, [Shard(0), Shard(1)])
         state[f"layers.{stage}.n"] = spread((6,), own, [Replicate(), Shard(0)])
-        dcp.save(state, storage_writer=Writer(at.mount / "cubes", step=1))
+        for step in (1, 2):
+            dcp.save(state, storage_writer=Writer(at.mount / "cubes", step=step))
         dcp.save(state, storage_writer=FileSystemWriter(at.where / "cubes"))
         targets = [blank(state)]
     else:
@@ -92,6 +96,75 @@ def interrupted(at: Context) -> None:
     found = blank(state)
     dcp.load(found, storage_reader=Reader(at.job))
     same(found, state)
+
+
+def elsewhere(at: Context) -> dict[str, str]:
+    """A job is saved again by ranks that hold other boxes of the same shapes; returns what they are told."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rows = {"rows": spread((8, 3), grid, [Shard(0), Shard(0)])}
+    state = {"w": spread((4, 4), grid, [Shard(1), Shard(0)]), **rows, "plain": torch.arange(3.0)}
+    dcp.save(state, storage_writer=Writer(at.job, step=1))
+    others: dict[str, dict[str, Any]] = {
+        "transposed": {"w": spread((4, 4), turned, [Shard(0), Shard(1)])},
+        "other dims": {"w": spread((4, 4), grid, [Shard(0), Shard(1)])},
+        "strided": {
+            "rows": DTensor.from_local(
+                torch.zeros(2, 3), grid, [_StridedShard(0, split_factor=2), Shard(0)], run_check=False
+            )
+        },
+        "smaller": {"w": spread((2, 2), grid, [Replicate(), Replicate()])},
+        "whole": {"w": torch.ones(2, 2)},
+        "absent": {"more": spread((4,), grid, [Shard(0), Replicate()])},
+    }
+    told = {}
+    for name, other in others.items():
+        try:
+            dcp.save({**state, **other}, storage_writer=Writer(at.job, step=2))
+        except CheckpointException as error:
+            assert sorted(error.failures) == list(range(at.world)), error
+            told[name] = str(error.failures[at.rank][0])
+        else:
+            told[name] = "saved"
+    found = blank(state)
+    dcp.load(found, storage_reader=Reader(at.job))
+    same(found, state)
+    # Said in another way, and the same: what axes are called does not matter.
+    state["w"] = spread((4, 4), init_device_mesh("cpu", (2, 2)), [Shard(1), Shard(0)])
+    state["w"].to_local().add_(1)
+    dcp.save(state, storage_writer=Writer(at.job, step=2))
+    found = blank(state)
+    dcp.load(found, storage_reader=Reader(at.job))
+    same(found, state)
+    return told
+
+
+def parts(at: Context) -> None:
+    """A region is fetched in parts, where it is more than what is fetched at once."""
+    mesh = init_device_mesh("cpu", (at.world,), mesh_dim_names=("dp",))
+    state = {
+        "w": spread((64, 41), mesh, [Shard(0)]),
+        "thin": spread((2, 1, 333), mesh, [Shard(0)], torch.bfloat16),
+        "small": spread((2, 3), mesh, [Shard(0)]),
+    }
+    dcp.save(state, storage_writer=Writer(at.job, step=1))
+    sizes: list[int] = []
+    real, limit = regions._arrays_of, 100
+
+    def counted(fds: list[int], wanted: Any) -> Any:
+        sizes.append(sum(each.nbytes for each in wanted))
+        return real(fds, wanted)
+
+    regions._arrays_of, regions._BATCH_BYTES = counted, limit
+    placements: list[list[Any]] = [[Replicate()], [Shard(1)]]
+    for placed in placements:
+        wanted = {
+            name: spread(tuple(tensor.shape), mesh, placed, tensor.dtype) for name, tensor in state.items()
+        }
+        found = blank(wanted)
+        dcp.load(found, storage_reader=Reader(at.job))
+        same(found, wanted)
+    assert len(sizes) > 64 and max(sizes) <= limit
 
 
 def restarted(at: Context, name: str) -> None:
