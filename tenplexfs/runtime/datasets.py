@@ -271,8 +271,11 @@ class Datasets:
 
 
 async def _compute(views: Sequence[RankView]) -> None:
-    for view in views:
-        await view.compute()
+    try:
+        for view in views:
+            await view.compute()
+    except TenplexError as error:  # whoever reads it hears it
+        log.warning("dataset: %s", error.message)
 
 
 def _write(fd: int, data: bytes) -> None:

@@ -131,19 +131,19 @@ def in_turn(parts: Sequence[list[int]], sizes: Sequence[int]) -> list[int]:
     return stream
 
 
+def index_of(lengths: Sequence[int]) -> bytes:
+    """The .idx file of documents of so many tokens of two bytes, one after another."""
+    pointers = np.concatenate([[0], np.cumsum(lengths[:-1])]) * 2
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, len(lengths), len(lengths) + 1)
+    numbers = ((lengths, "<i4"), (pointers, "<i8"), (range(len(lengths) + 1), "<i8"))
+    return head + b"".join(np.array(values, code).tobytes() for values, code in numbers)
+
+
 def test_documents_and_sequences_of_megatron(node):
     base = node.mount.parent / "corpus"
     base.mkdir()
-    lengths = [len(document) for document in DOCUMENTS]
-    pointers = np.cumsum([0, *lengths[:-1]]) * 2
     (base / "text.bin").write_bytes(b"".join(document.tobytes() for document in DOCUMENTS))
-    (base / "text.idx").write_bytes(
-        b"MMIDIDX\0\0"
-        + struct.pack("<QBQQ", 1, 8, len(lengths), len(lengths) + 1)
-        + np.array(lengths, "<i4").tobytes()
-        + np.array(pointers, "<i8").tobytes()
-        + np.arange(len(lengths) + 1, dtype="<i8").tobytes()
-    )
+    (base / "text.idx").write_bytes(index_of([len(document) for document in DOCUMENTS]))
     create(node, "megatron", {"dp": 2}, 4)
     documents = add(node, "megatron", "documents", base / "text.idx", "--tail", "keep")
     length = ("--sequence-length", "8")
@@ -161,6 +161,30 @@ def test_documents_and_sequences_of_megatron(node):
         found = np.load(sequences / str(rank) / "data.npy")
         assert found.dtype == np.uint16
         np.testing.assert_array_equal(found, wanted[ids_of(sequences / str(rank))])
+
+
+def test_many_documents_are_listed_and_read_right_after_they_were_added(node):
+    count, base = 300_000, node.mount.parent / "many"
+    base.mkdir()
+    lengths = RNG.integers(0, 6, count)
+    tokens = RNG.integers(0, 60_000, int(lengths.sum()), np.uint16)
+    (base / "many.bin").write_bytes(tokens.tobytes())
+    (base / "many.idx").write_bytes(index_of(lengths.tolist()))
+    create(node, "many", {"dp": 2}, 8)
+    documents = add(node, "many", "documents", base / "many.idx").parent
+    order, edges = Order(count, seed=0, epoch=3), np.concatenate([[0], np.cumsum(lengths)])
+    ids = order.span(0, count).reshape(-1, 8)[:, 4:].reshape(-1)
+    sizes = lengths[ids] * 2
+    with os.scandir(documents / "3/1") as entries:  # an epoch that nobody has looked at
+        found = {entry.name: entry.stat().st_size for entry in entries}
+    assert list(found) == ["meta.json", "order.npy", "data.bin", "index.npy", "samples"]
+    assert found["data.bin"] == sizes.sum() == (documents / "3/1/data.bin").stat().st_size
+    ends = np.load(documents / "4/1/index.npy")[:, 1]
+    later = Order(count, seed=0, epoch=4).span(0, count).reshape(-1, 8)[:, 4:].reshape(-1)
+    np.testing.assert_array_equal(ends, np.cumsum(lengths[later] * 2))
+    one, row = (documents / "5/0/samples/7/70001.bin").read_bytes(), 70001 // 4 * 8 + 70001 % 4
+    sample = int(Order(count, seed=0, epoch=5).ids(row))
+    assert one == tokens[edges[sample] : edges[sample + 1]].tobytes()
 
 
 def test_an_object_store(node, s3):
