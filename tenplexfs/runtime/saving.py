@@ -259,6 +259,10 @@ class Saves:
     async def leave(self, rank: RankSave) -> None:
         """The connection of a rank ended; before its node has promised its part, the step ends with it."""
         attempt = rank.attempt
+        if attempt.committed is not None:
+            attempt.ranks.pop(rank.request.rank, None)
+            if not attempt.ranks:
+                await self._drop(attempt)  # what was begun again before this node heard of the commit
         if attempt.is_over or attempt.is_promised or attempt.ranks.get(rank.request.rank) is not rank:
             return
         await self.fail(

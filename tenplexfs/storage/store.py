@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
@@ -182,10 +183,14 @@ class Store:
         settings_json: bytes,
         limit_bytes: int | None = None,
     ) -> SaveIngest:
-        """Returns the same for what training processes write; a staged one of that txid is dropped first."""
-        self.drop(job, snapshot.txid)
+        """Returns the same for what training processes write.
+
+        Sealing it replaces a staged one of that txid, which until then may be what the job's head names.
+        """
         stored = StoredSnapshot(job, snapshot, False, layout_json, created_ns, {}, settings_json)
-        return SaveIngest(stored, **self._parts(job, limit_bytes))
+        parts = self._parts(job, limit_bytes)
+        parts["publish"] = partial(self._publish, again=True)
+        return SaveIngest(stored, **parts)
 
     def _parts(self, job: JobName, limit_bytes: int | None) -> _Parts:
         def check_room(needed_bytes: int, held: Iterable[str]) -> None:
@@ -340,12 +345,20 @@ class Store:
         for entry in self._entries.values():
             self._files.hold(entry.files)
 
-    def _publish(self, stored: StoredSnapshot, files: frozenset[str]) -> None:
+    def _publish(self, stored: StoredSnapshot, files: frozenset[str], *, again: bool = False) -> None:
         entry = _Entry(stored, manifest.encode_snapshot(stored), files)
+        key = stored.job, stored.id.txid
         with self._lock:
-            self._check_new(stored.job, stored.id)
-            self._write([*self._entries.values(), entry])
-            self._entries[(stored.job, stored.id.txid)] = entry
+            before = self._entries.get(key)
+            if before is not None and (before.stored.committed or not again):
+                self._check_new(stored.job, stored.id)
+            self._write([*(other for other in self._entries.values() if other is not before), entry])
+            self._entries.pop(key, None)
+            self._entries[key] = entry
+            if before is not None:
+                before.named, before.recycle = False, True
+        if before is not None:
+            self._free(before)
 
     def _write(self, entries: Iterable[_Entry]) -> None:
         snapshots = tuple((entry.stored.committed, entry.blob) for entry in entries)

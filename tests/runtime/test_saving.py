@@ -6,6 +6,7 @@ import os
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import trio
 import trio.testing
@@ -41,30 +42,51 @@ async def never(attempt):
     await trio.sleep_forever()
 
 
-async def saved(saves: Saves):
-    """Saves the one rank; returns its attempt."""
+def saves_of(store, nursery):
+    return Saves(
+        node="n",
+        store=store,
+        base=lambda job: BASE,
+        lead=never,
+        nursery=nursery,
+        clock_ns=lambda: 1,
+    )
+
+
+def order_of(attempt):
+    return StageOrder(
+        job="j",
+        snapshot=attempt.snapshot,
+        base_txid=None,
+        old_layout_json=b"",
+        new_layout_json=LAYOUT,
+        settings_json=b"{}",
+        coordinator="n",
+        drop=(),
+        endpoints={},
+        created_ns=1,
+        is_save=True,
+    )
+
+
+async def saved(saves: Saves, fill: int):
+    """Saves the one rank; returns it."""
     rank = await saves.begin(SaveRequest("j", 0, 1, None, "p", "run", TENSORS, b"", None))
     (slot,) = rank.plan.arrangement.slots
     (fd,) = rank.attempt.ingest.hand_out(rank.files, [0])
-    os.pwrite(fd, slot.header + bytes(slot.nbytes), 0)
+    os.pwrite(fd, slot.header + bytes([fill]) * slot.nbytes, 0)
     os.close(fd)
     await saves.seal(rank)
-    return rank.attempt
+    return rank
 
 
 def test_a_save_that_is_given_up_while_it_is_staged_leaves_nothing(store):
+    sealing, go_on = trio.Event(), threading.Event()
+
     async def main():
-        sealing, go_on = trio.Event(), threading.Event()
         async with trio.open_nursery() as nursery:
-            saves = Saves(
-                node="n",
-                store=store,
-                base=lambda job: BASE,
-                lead=never,
-                nursery=nursery,
-                clock_ns=lambda: 1,
-            )
-            attempt = await saved(saves)
+            saves = saves_of(store, nursery)
+            attempt = (await saved(saves, 1)).attempt
             publish = attempt.ingest._publish
 
             def slowly(*args):
@@ -73,21 +95,8 @@ def test_a_save_that_is_given_up_while_it_is_staged_leaves_nothing(store):
                 publish(*args)
 
             attempt.ingest._publish = slowly
-            order = StageOrder(
-                job="j",
-                snapshot=attempt.snapshot,
-                base_txid=None,
-                old_layout_json=b"",
-                new_layout_json=LAYOUT,
-                settings_json=b"{}",
-                coordinator="n",
-                drop=(),
-                endpoints={},
-                created_ns=1,
-                is_save=True,
-            )
             async with trio.open_nursery() as both:
-                both.start_soon(saves.stage, order)
+                both.start_soon(saves.stage, order_of(attempt))
                 await sealing.wait()
                 both.start_soon(saves.drop, "j", attempt.snapshot.txid, "gone")
                 await trio.testing.wait_all_tasks_blocked(0.05)
@@ -95,6 +104,32 @@ def test_a_save_that_is_given_up_while_it_is_staged_leaves_nothing(store):
             store.drop("j", attempt.snapshot.txid)
             with pytest.raises(ConflictError, match="gone"):
                 attempt.check()
+            nursery.cancel_scope.cancel()
+
+    trio.run(main)
+    assert store.snapshots() == ()
+    assert store.used_bytes == 0
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_what_was_staged_before_a_restart_stays_until_its_step_is_staged_again(store, is_committed):
+    async def main():
+        async with trio.open_nursery() as nursery:
+            first = (await saved(before := saves_of(store, nursery), 1)).attempt
+            await before.stage(order_of(first))
+            rank = await saved(saves := saves_of(store, nursery), 2)
+            txid = first.snapshot.txid
+            assert rank.attempt.snapshot.txid == txid
+            if is_committed:  # what the coordinator did meanwhile
+                store.commit("j", txid)
+                saves.settle("j", Head(first.snapshot, "digest", ("n",)))
+                await saves.leave(rank)
+            else:
+                await saves.stage(order_of(rank.attempt))
+            (stored,) = store.snapshots()
+            with store.arrays(stored) as arrays:
+                assert set(arrays.array(0, "w").view(np.uint8)) == {1 if is_committed else 2}
+            store.drop("j", txid)
             nursery.cancel_scope.cancel()
 
     trio.run(main)
