@@ -196,7 +196,7 @@ class Coordinator:
             can_do_without=can_do_without,
         )
 
-    async def commit_save(self, saved: Saved) -> Head:
+    async def commit_save(self, saved: Saved, report: Report) -> Head:
         """Commits a step that all ranks have saved; returns the head.
 
         Raises:
@@ -214,7 +214,7 @@ class Coordinator:
             if now.generation != snapshot.generation or is_past or head.layout_digest != saved.wanted.digest:
                 raise ConflictError(f"job {saved.job}: is at {now} by now, {snapshot} comes too late")
             to = Switch(snapshot, saved.wanted, saved.settings_json, values=saved.values, is_save=True)
-            return await self._switcher.switch(lock, head, to, mute)
+            return await self._switcher.switch(lock, head, to, report)
 
         owner = f"{self._node}:{snapshot.txid}"
         return await self._heads.under_lock(saved.job, owner, body, patience_s=_SWITCH_S)

@@ -58,10 +58,11 @@ class SaveLeader:
         """Returns the head once the step is committed.
 
         Raises:
-            TenplexError: It is not, and never will be; all nodes were told.
+            TenplexError: It is not, and never will be, and all nodes were told; or nobody knows yet.
         """
         job, snapshot, base = attempt.job, attempt.snapshot, attempt.base
         nodes = base.head.nodes
+        phases: set[str] = set()
         try:
             parts: dict[NodeName, SavePart] = {}
             await run_all([partial(self._collect, attempt, node, parts) for node in nodes])
@@ -78,8 +79,10 @@ class SaveLeader:
                 settings = give_cursors(settings, snapshot.step or 0, consumed)
             wanted = Resolved(base.layout_json, base.head.layout_digest, nodes)
             saved = Saved(job, snapshot, wanted, settings, values)
-            return await self._coordinator.commit_save(saved)
+            return await self._coordinator.commit_save(saved, lambda now: phases.add(now.phase))
         except TenplexError as error:
+            if "committing" in phases:  # then the nodes were told, unless the head may have moved
+                raise
             with trio.move_on_after(10, shield=True):
                 await run_all([partial(self._drop, attempt, node, error.message) for node in nodes])
             raise

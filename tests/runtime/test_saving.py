@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,10 @@ from tenplexfs.core.build import build_ptc
 from tenplexfs.core.snapshot import Head, SnapshotId
 from tenplexfs.errors import ConflictError
 from tenplexfs.formats.layout_json import parse_layout
-from tenplexfs.runtime.attempts import Base, SaveRequest
-from tenplexfs.runtime.orders import StageOrder
+from tenplexfs.formats.values import Values
+from tenplexfs.runtime.attempts import Base, SavePart, SaveRequest
+from tenplexfs.runtime.orders import Progress, StageOrder
+from tenplexfs.runtime.save_leader import SaveLeader
 from tenplexfs.runtime.save_parts import Tensors
 from tenplexfs.runtime.saving import Saves
 from tenplexfs.storage.store import Store
@@ -135,3 +138,33 @@ def test_what_was_staged_before_a_restart_stays_until_its_step_is_staged_again(s
     trio.run(main)
     assert store.snapshots() == ()
     assert store.used_bytes == 0
+
+
+@pytest.mark.parametrize("phase", ["staging", "committing"])
+def test_a_leader_that_does_not_know_whether_the_head_moved_has_nothing_dropped(store, phase):
+    asked = []
+
+    class Calls:
+        async def collect(self, node, job, snapshot, leader):
+            return SavePart(Values({0: b""}, None), {})
+
+        async def drop(self, node, job, txid, reason=""):
+            asked.append((node, txid, reason))
+
+    class LosesItsLock:
+        async def commit_save(self, saved, report):
+            report(Progress(phase))
+            raise ConflictError("the lock is lost")
+
+    async def main():
+        async with trio.open_nursery() as nursery:
+            attempt = (await saved(saves_of(store, nursery), 1)).attempt
+            attempt.base = replace(BASE, head=replace(BASE.head, nodes=("n", "other")))
+            leader = SaveLeader(LosesItsLock(), Calls(), node="n", patience_s=5)
+            with pytest.raises(ConflictError, match="lock is lost"):
+                await leader(attempt)
+            nursery.cancel_scope.cancel()
+        told = [("other", attempt.snapshot.txid, "the lock is lost")]
+        assert asked == ([] if phase == "committing" else told)
+
+    trio.run(main)
