@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 from tenplexfs.core.snapshot import Head, JobName, NodeName, TxId
@@ -29,11 +30,13 @@ from tenplexfs.runtime.planning import Resolved, Target, plan_summary, regroup_v
 from tenplexfs.runtime.protocols import Lock, Registry
 from tenplexfs.runtime.recovery import Recovery
 from tenplexfs.runtime.switching import Base, SourcesLostError, Switch, Switcher, mute
+from tenplexfs.runtime.tasks import first_answer
 
 __all__ = ["Change", "Coordinator", "Saved", "State"]
 
 log = logging.getLogger(__name__)
 
+_DESCRIBE_S = 1.0  # after so long another node is asked, too: the registry misses one that died after ten
 _SAVE_S = 5.0  # how long a save, which is quick, may have the lock before others give up
 _SWITCH_S = 600.0  # how long a save waits for what else switches the job
 
@@ -182,9 +185,7 @@ class Coordinator:
             )
 
         began = await self._begun(known, step, step, wanted)
-        values = known.values
-        if values:
-            values = await self._compute(regroup_values, values, wanted.layout_json)
+        values = await self._regrouped(known.values, wanted)
         return Switch(
             next_snapshot(head, self._new_txid(), step=step),
             wanted,
@@ -275,19 +276,16 @@ class Coordinator:
             self._check_known(wanted)
             summary = await self._compute(plan_summary, state.layout_json, wanted.layout_json, ())
             snapshot = next_snapshot(head, self._new_txid(), step=state.step)
-            if state.settings_json is None:
-                known = await self._begun(known, head.snapshot.step, state.step, wanted)
-            else:
-                known = replace(known, settings_json=state.settings_json)
-                known = await self._begun(known, state.step, state.step, wanted)
+            old_step = head.snapshot.step
+            if state.settings_json is not None:
+                known, old_step = replace(known, settings_json=state.settings_json), state.step
+            known = await self._begun(known, old_step, state.step, wanted)
             source = Base(state.txid, state.layout_json, state.source)
             planned = Progress("staging", plan=summary)
             then = (state.past.generation, state.past.step) if state.past is not None else (0, None)
             settings_json = branch_off(known.settings_json, snapshot.generation, *then)
             settings_json = add_request(settings_json, request)
-            values = state.values
-            if values:
-                values = await self._compute(regroup_values, values, wanted.layout_json)
+            values = await self._regrouped(state.values, wanted)
             to = Switch(snapshot, wanted, settings_json, source, values=values, planned=planned)
             return await self._switcher.switch(lock, head, to, report)
 
@@ -336,6 +334,9 @@ class Coordinator:
         began = await self._compute(begin_datasets, base.settings_json, old_step, step, wanted.layout_json)
         return replace(base, settings_json=began)
 
+    async def _regrouped(self, values: bytes, wanted: Resolved) -> bytes:
+        return await self._compute(regroup_values, values, wanted.layout_json) if values else values
+
     async def _planned_datasets(self, base: Description, head: Head, wanted: Resolved) -> dict[str, object]:
         return await self._compute(
             plan_datasets, base.settings_json, head.snapshot.step, base.layout_json, wanted.layout_json
@@ -368,14 +369,13 @@ class Coordinator:
         Raises:
             UnavailableError: No node that holds the job answers.
         """
-        failure: TenplexError | None = None
-        living = self._living()
-        for node in sorted(head.nodes, key=lambda each: (each != self._node, each not in living)):
-            try:
-                return await self._calls.describe(node, job, head.snapshot.txid)
-            except TenplexError as error:
-                failure = error
-        raise UnavailableError(f"job {job}: none of its nodes {', '.join(head.nodes)} answers: {failure}")
+        nodes = sorted(head.nodes, key=lambda each: (each != self._node, each not in self._living()))
+        asks = [partial(self._calls.describe, node, job, head.snapshot.txid) for node in nodes]
+        try:
+            return await first_answer(asks, patience_s=_DESCRIBE_S)
+        except TenplexError as error:
+            names = ", ".join(head.nodes)
+            raise UnavailableError(f"job {job}: none of its nodes {names} answers: {error}") from error
 
     def _check_known(self, wanted: Resolved) -> None:
         known = self._endpoints()
