@@ -220,14 +220,13 @@ class Member:
         with self._naming(job):
             self._membership(job).check_drop(txid)
         self._expanded.pop(txid, None)
-        if self.saves is not None:
-            await self.saves.drop(job, txid, reason)
+        may_go = self.saves is None or await self.saves.drop(job, txid, reason)
         if txid in self._staging:
             self._staging[txid][1].cancel()
         elif txid in self._past:
             self._past.release(job, txid)
             await self._past.sweep()
-        else:
+        elif may_go:
             await trio.to_thread.run_sync(self.store.drop, job, txid)
 
     async def show(

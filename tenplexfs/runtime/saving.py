@@ -353,12 +353,20 @@ class Saves:
             for each in self._attempts.values()
         )
 
-    async def drop(self, job: JobName, txid: TxId, reason: str) -> None:
-        """The coordinator gives a save up."""
-        for attempt in list(self._attempts.values()):
-            if attempt.job == job and attempt.snapshot.txid == txid and not attempt.is_over:
+    async def drop(self, job: JobName, txid: TxId, reason: str) -> bool:
+        """The coordinator gives a save up.
+
+        Returns:
+            Whether what is staged of it may go: not where it was promised to a coordinator that is gone, and
+            its ranks have begun it again since. It may be the head, which whoever has the lock finds out.
+        """
+        found = [each for each in self._attempts.values() if each.job == job and each.snapshot.txid == txid]
+        may_go = all(each.is_promised and not each.is_over for each in found)
+        for attempt in found:
+            if not attempt.is_over:
                 why = reason or "its coordinator gave it up"
                 await self.fail(attempt, ConflictError(f"job {job}: {attempt.snapshot}: {why}"))
+        return may_go
 
     def settle(self, job: JobName, head: Head | None) -> None:
         """The job shows ``head`` from now on, or is gone."""

@@ -140,6 +140,25 @@ def test_what_was_staged_before_a_restart_stays_until_its_step_is_staged_again(s
     assert store.used_bytes == 0
 
 
+def test_what_was_promised_to_another_coordinator_is_not_for_this_one_to_drop(store):
+    async def main():
+        async with trio.open_nursery() as nursery:
+            first = (await saved(before := saves_of(store, nursery), 1)).attempt
+            await before.stage(order_of(first))
+            txid = first.snapshot.txid
+            saves = saves_of(store, nursery)
+            assert await saves.drop("j", txid, "gone")
+            attempt = (await saved(saves, 2)).attempt
+            assert not await saves.drop("j", txid, "gone")
+            with pytest.raises(ConflictError, match="gone"):
+                attempt.check()
+            assert not await saves.drop("j", txid, "gone")
+            assert await before.drop("j", txid, "gone")
+            nursery.cancel_scope.cancel()
+
+    trio.run(main)
+
+
 @pytest.mark.parametrize("phase", ["staging", "committing"])
 def test_a_leader_that_does_not_know_whether_the_head_moved_has_nothing_dropped(store, phase):
     asked = []
