@@ -141,7 +141,7 @@ class SampleIndex:
         """Returns the ranges to read for samples ``ids``, int64 (n,), each 0 <= id < count."""
         file = np.searchsorted(self.first, ids, "right") - 1
         if self.runs is not None:
-            run = self.runs[file]
+            run = self.runs[file] if len(self.runs) != 1 else self.runs  # which is broadcast
             begin = (run["begin"] + (ids - self.first[file]) * run["stride"]).astype(np.int64)[:, None]
             columns = int(self.runs["columns"][0]) if len(self.runs) else 1
             if columns > 1:

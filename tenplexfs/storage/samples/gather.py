@@ -68,8 +68,10 @@ class Gather:
                 os.posix_fadvise(self._fd, start, count, os.POSIX_FADV_WILLNEED)
             return False
         faults = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
-        far = np.stack([begin + self._bytes.ctypes.data, size], axis=1)
-        near = np.stack([at + np.frombuffer(out, np.uint8).ctypes.data, size], axis=1)
+        far, near = np.empty((2, len(begin), 2), np.int64)
+        np.add(begin, self._bytes.ctypes.data, out=far[:, 0])
+        np.add(at, np.frombuffer(out, np.uint8).ctypes.data, out=near[:, 0])
+        far[:, 1] = near[:, 1] = size
         copied, process = 0, os.getpid()
         for first in range(0, len(begin), _RANGES_MAX):
             count = min(_RANGES_MAX, len(begin) - first)

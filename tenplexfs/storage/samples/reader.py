@@ -131,15 +131,16 @@ class LocalReader:
             except TenplexError as error:
                 failures += [Failure(batch, number, error) for number in range(len(ranges.begin))]
                 continue
-            begin, end, at, first = _joined(ranges)
+            begin, end, at, heads = _joined(ranges)
             gather = self._gather(file) if _is_worth_it(begin, end) else None
             if gather is not None and gather.read(begin, end - begin, at, out):
                 continue
-            for start, stop, offset, numbers in zip(
-                begin.tolist(), end.tolist(), at.tolist(), first, strict=True
+            tails = np.append(heads, len(ranges.begin))[1:].tolist()
+            for start, stop, offset, head, tail in zip(
+                begin.tolist(), end.tolist(), at.tolist(), heads.tolist(), tails, strict=True
             ):
                 if file.read_into(out[offset : offset + stop - start], start):
-                    failures += _one_by_one(file, ranges, numbers, batch, out)
+                    failures += _one_by_one(file, ranges, range(head, tail), batch, out)
         return failures
 
     def sizes(self, files: Sequence[str]) -> list[int]:
@@ -230,18 +231,15 @@ def _is_worth_it(begin: _Ints, end: _Ints) -> bool:
     return count >= _GATHERED_MIN and int((end - begin).sum()) <= count * _GATHERED_BYTES_MAX
 
 
-def _joined(ranges: FileRanges) -> tuple[_Ints, _Ints, _Ints, list[range]]:
-    """Joins ranges that follow each other in file and buffer; the last list tells which are in each."""
-    count = len(ranges.begin)
-    if not count:
-        return ranges.begin, ranges.end, ranges.at, []
-    follows = (ranges.begin[1:] == ranges.end[:-1]) & (
-        ranges.at[1:] - ranges.at[:-1] == ranges.end[:-1] - ranges.begin[:-1]
-    )
-    heads = np.flatnonzero(np.concatenate([[True], ~follows]))
-    tails = np.append(heads[1:], count)
-    numbers = [range(head, tail) for head, tail in zip(heads.tolist(), tails.tolist(), strict=True)]
-    return ranges.begin[heads], ranges.end[tails - 1], ranges.at[heads], numbers
+def _joined(ranges: FileRanges) -> tuple[_Ints, _Ints, _Ints, _Ints]:
+    """Joins ranges that follow each other in file and buffer; the last array tells the first one in each."""
+    begin, end, at = ranges.begin, ranges.end, ranges.at
+    starts = np.ones(len(begin), bool)
+    starts[1:] = (begin[1:] != end[:-1]) | (at[1:] - at[:-1] != end[:-1] - begin[:-1])
+    heads = np.flatnonzero(starts)
+    if len(heads) == len(begin):
+        return begin, end, at, heads
+    return begin[heads], end[np.append(heads[1:], len(begin)) - 1], at[heads], heads
 
 
 def _one_by_one(

@@ -173,8 +173,7 @@ class IndexedSamples:
         columns = spans.begin.shape[1]
         widths = spans.end - spans.begin
         places = at[:, None] + np.cumsum(widths, axis=1) - widths
-        order = np.argsort(spans.file, kind="stable")
-        groups = np.split(order, np.flatnonzero(np.diff(spans.file[order])) + 1) if order.size else []
+        groups = _by_file(spans.file)
         wanted = [
             FileRanges(
                 self.index.name(int(spans.file[group[0]])),
@@ -227,3 +226,11 @@ class IndexedSamples:
             out[:] = array.tobytes()
         else:
             out[:] = data
+
+
+def _by_file(file: _Ints) -> list[_Ints]:
+    """Returns the positions of each file, in order."""
+    if file.size and int(file.min()) == int(file.max()):
+        return [np.arange(len(file))]
+    order = np.argsort(file, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(file[order])) + 1) if order.size else []
