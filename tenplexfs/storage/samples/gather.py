@@ -56,11 +56,11 @@ class Gather:
     def read(self, begin: _Ints, size: _Ints, at: _Ints, out: memoryview) -> bool:
         """Copies ``size`` bytes from each ``begin`` to each ``at`` of ``out``.
 
-        Returns False where it did not, and somebody has to read by other means: ranges beyond the end, a
+        Returns False where it did not, and somebody has to read by other means: ranges beyond the file, a
         kernel that does not allow it, a file that is not in memory. For those it only asks the disk for all
         ranges at once: through the map each page would be waited for.
         """
-        if int((begin + size).max()) > self._size:
+        if int((begin + size).max()) > self._size or int(begin.min()) < 0:
             return False
         if self._rests > 0:
             self._rests -= 1

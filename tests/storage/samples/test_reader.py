@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tenplexfs.errors import CorruptError, InvalidError, NotFoundError
+from tenplexfs.storage.samples.gather import Gather
 from tenplexfs.storage.samples.reader import FileRanges, LocalReader, read_ranges
 from tenplexfs.storage.samples.routes import RoutedReader, is_url
 
@@ -122,6 +123,17 @@ def test_many_small_ranges_are_one_system_call(tmp_path, local, count, width, mo
     monkeypatch.setattr("tenplexfs.storage.samples.reader._File.read_into", None)
     assert local.read([ranges(path, parts, at)], out) == []
     assert bytes(out) == b"".join(data[begin:end] for begin, end in parts.tolist())
+
+
+def test_ranges_before_a_file_are_no_memory_of_this_process(tmp_path):
+    path = tmp_path / "x"
+    path.write_bytes(bytes(100_000))
+    secret, out = np.full(1000, 7, np.uint8), bytearray(1000)
+    with path.open("rb") as file:
+        gather = Gather(file.fileno(), 100_000)
+        begin = np.array([secret.ctypes.data - gather._bytes.ctypes.data])
+        assert not gather.read(begin, np.array([1000]), np.array([0]), memoryview(out))
+    assert bytes(out) == bytes(1000)
 
 
 @pytest.mark.parametrize("left", [100_000, 98_304, 0])
