@@ -31,7 +31,7 @@ CREATE TABLE IF NOT EXISTS locks (
 );
 CREATE TABLE IF NOT EXISTS nodes (info TEXT PRIMARY KEY, ttl_s REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
-INSERT OR IGNORE INTO counters VALUES ('revision', 0), ('token', 0);
+INSERT OR IGNORE INTO counters VALUES ('revision', 0);
 """
 
 
@@ -61,7 +61,9 @@ class SqliteRegistry:
             self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
-            self._db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
+            # Tokens begin at the time in ms: nodes remember those of a lost registry, and refuse lower ones.
+            first = f"INSERT OR IGNORE INTO counters VALUES ('token', {time.time_ns() // 1_000_000});"
+            self._db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} {first} COMMIT;")
             # The clock may have begun anew with the machine: no lock may outlast its time from now.
             self._db.execute("UPDATE locks SET expires = min(expires, ? + ttl_s)", (clock(),))
             rows = self._db.execute("SELECT info, ttl_s FROM nodes").fetchall()

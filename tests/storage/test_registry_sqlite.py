@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -38,6 +39,13 @@ def test_one_owner(registry, path):
     SqliteRegistry(path).close()
     with pytest.raises(UnavailableError, match=r"registry .*: Cannot operate on a closed database"):
         registry.heads()
+
+
+def test_a_registry_made_anew_gives_later_locks_than_the_lost_one(tmp_path):
+    began_ms = time.time_ns() // 1_000_000
+    registry = SqliteRegistry(tmp_path / "registry.sqlite")
+    assert registry.lock("gpt", "n0", ttl_s=1000) > began_ms
+    registry.close()
 
 
 def test_no_registry_is_refused_and_left_alone(path):
