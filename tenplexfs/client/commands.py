@@ -9,14 +9,21 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tenplexfs.errors import InvalidError, TenplexError, UnavailableError, UsageError
 
-__all__ = ["find_mount", "locate", "of_base_install", "run"]
+__all__ = ["Parser", "find_mount", "locate", "of_base_install", "run"]
 
 _COMMANDS = ("env", "run", "wait")
 _VERSION = 1
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, and ends with status 2."""
+
+    def error(self, message: str) -> NoReturn:  # noqa: D102
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def of_base_install(arguments: Sequence[str]) -> list[str] | None:
@@ -58,12 +65,12 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser(name: str) -> argparse.ArgumentParser:
+def _parser(name: str) -> Parser:
     texts = {
         "env": "Print what to start a job's processes with, as variables to eval or as JSON.",
         "wait": "Wait for a job; print what to start its processes with.",
     }
-    parser = argparse.ArgumentParser(prog=f"tenplexfs {name}", description=texts[name])
+    parser = Parser(prog=f"tenplexfs {name}", description=texts[name])
     parser.add_argument("job", metavar="JOB", help="its name, or <mount>/<job>")
     parser.add_argument(
         "--socket",
@@ -128,8 +135,11 @@ def locate(job: str, socket: str | None = None) -> tuple[Path, str | None]:
     return find_mount() / job, None
 
 
-def find_mount() -> Path:
+def find_mount(option: str = "--socket") -> Path:
     """Returns ``TENPLEXFS_MOUNT``, else the mount around the working directory.
+
+    Args:
+        option: What the caller may be given instead.
 
     Raises:
         UnavailableError: There is none.
@@ -139,7 +149,7 @@ def find_mount() -> Path:
     for parent in (Path.cwd(), *Path.cwd().parents):
         if (parent / ".tenplexfs" / "endpoint").is_file():
             return parent
-    raise UnavailableError("which daemon? give --socket, set TENPLEXFS_MOUNT, or stand in a mount")
+    raise UnavailableError(f"which daemon? give {option}, set TENPLEXFS_MOUNT, or stand in a mount")
 
 
 def _shell(found: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 
 from tenplexfs import EXIT_RECONFIGURE
-from tenplexfs.client.commands import find_mount
+from tenplexfs.client.commands import Parser, find_mount
 from tenplexfs.client.connection import Connection, socket_of
 from tenplexfs.client.jobs import env
 from tenplexfs.client.meeting import Meeting
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="tenplexfs run", description="Run this node's ranks of a job, again for each new layout."
     )
     parser.add_argument("--job", required=True, help="name of the job; its first save may make it")
@@ -138,7 +138,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 class _Launcher:
     def __init__(self, given: argparse.Namespace) -> None:
         self._given = given
-        self._path = (given.mount.absolute() if given.mount else find_mount()) / given.job
+        self._path = (given.mount.absolute() if given.mount else find_mount("--mount")) / given.job
         self._meeting = Meeting(given.rendezvous) if given.rendezvous else None
         self._process: subprocess.Popen[bytes] | None = None
         self._ended_by: int | None = None
