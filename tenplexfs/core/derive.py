@@ -87,7 +87,7 @@ def with_nodes(layout: Layout, nodes: Mapping[str, int | None]) -> Layout:
     if total < size:
         raise InvalidError(
             f"nodes: {total} devices on {', '.join(f'{node}:{count}' for node, count in devices)}, "
-            f"the mesh ({_axes(layout.mesh)}) needs {size}"
+            f"the mesh ({_axes(layout.mesh)}) needs {size}; name nodes with more (--nodes node0:4,node1:4)"
         )
     return replace(layout, nodes=(), devices=devices)
 

@@ -97,6 +97,12 @@ def _daemon(config: Config) -> tuple[Finding, int | None]:
         return Finding(
             "daemon", "warning", f"{config.socket} is there, and no daemon answers: {error.message}"
         ), None
+    if reply.node != config.node:
+        return Finding(
+            "daemon",
+            "broken",
+            f"{config.socket} is that of node {reply.node}, this is {config.node}: give --socket",
+        ), None
     return Finding("daemon", "ok", f"node {reply.node} runs, pid {reply.pid}"), int(reply.pid)
 
 
