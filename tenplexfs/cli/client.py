@@ -29,14 +29,16 @@ def find_socket(given: str | None) -> str:
     if socket := given or os.environ.get("TENPLEXFS_SOCKET"):
         return socket
     try:
-        here = Path.cwd()
+        here = Path(os.environ.get("TENPLEXFS_MOUNT") or Path.cwd())
         for directory in (here, *here.parents):
             endpoint = directory / ".tenplexfs" / "endpoint"
             if endpoint.is_file():
                 return endpoint.read_text().strip().removeprefix("unix:")
     except OSError as error:
         raise UnavailableError(f"no daemon answers around the working directory: {error}") from error
-    raise UnavailableError("no daemon: give --socket or TENPLEXFS_SOCKET, or stand in a mount")
+    raise UnavailableError(
+        "no daemon: give --socket, set TENPLEXFS_SOCKET or TENPLEXFS_MOUNT, or stand in a mount"
+    )
 
 
 def to_axes(mesh: Mapping[str, int]) -> list[control_pb2.Axis]:

@@ -146,7 +146,7 @@ def import_state(
 def verify(
     session: Session, *, job: Annotated[str, typer.Argument(metavar="JOB", help="One job; else all.")] = ""
 ) -> None:
-    """Read every stored piece again and compare its checksum."""
+    """Read every piece that this node stores again and compare its checksum."""
     bad: list[dict[str, Any]] = []
 
     def replies() -> Iterator[local_pb2.VerifyReply]:

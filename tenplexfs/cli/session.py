@@ -23,7 +23,7 @@ SocketOption = Annotated[
     typer.Option(
         "--socket",
         metavar="PATH",
-        help="Socket of the daemon; else TENPLEXFS_SOCKET, else the mount around the working directory.",
+        help="Socket of the daemon; else TENPLEXFS_SOCKET, TENPLEXFS_MOUNT, the mount around the directory.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, also for errors.")]
