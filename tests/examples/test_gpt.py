@@ -15,7 +15,16 @@ ELASTIC = Path(__file__).resolve().parents[2] / "examples" / "gpt" / "elastic.py
 @pytest.mark.cluster
 @pytest.mark.mount
 def test_the_loss_is_that_of_the_run_that_never_changes(tmp_path):
-    command = [sys.executable, ELASTIC, "--losses", tmp_path / "loss.csv", "--steps", "2", "--dtype", "float64"]
+    command = [
+        sys.executable,
+        ELASTIC,
+        "--losses",
+        tmp_path / "loss.csv",
+        "--steps",
+        "2",
+        "--dtype",
+        "float64",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ELASTIC.parents[2])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "changed after [2, 4, 6]" in done.stdout
