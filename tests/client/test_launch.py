@@ -79,7 +79,7 @@ def test_what_is_wrong_is_said_in_a_line(tmp_path, monkeypatch):
     monkeypatch.delenv("TENPLEXFS_MOUNT", raising=False)
     command = [sys.executable, "-m", "tenplexfs", "run", "--job", "x"]
     done = subprocess.run([*command, "--", "t.py"], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 3 and "which daemon? give --socket" in done.stderr
+    assert done.returncode == 3 and "which daemon? give --mount" in done.stderr
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2 and "need the training script" in done.stderr
 
