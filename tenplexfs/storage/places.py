@@ -7,7 +7,6 @@ is tried again; what fails for good says which place it is. Everything here bloc
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -17,16 +16,15 @@ from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 import obstore
-from obstore.exceptions import BaseError, NotSupportedError, PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import BaseError
 from obstore.store import LocalStore, from_url
 
 from tenplexfs.errors import InvalidError, NotFoundError, UnavailableError
+from tenplexfs.storage.object_errors import error_line, is_final
 
 __all__ = ["Place", "check_url"]
 
 _SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")
-_FINAL = (PermissionDeniedError, UnauthenticatedError, NotSupportedError, ValueError)
-_FINAL_STATUS = re.compile(r"status code: 4(?!08|29)\d\d")
 _TRIES_S = (0.2, 1.0, 3.0)
 _REQUEST_S = 30.0
 _CHUNK_BYTES = 8 << 20
@@ -83,7 +81,7 @@ class Place:
                 self._store = from_url(bucket, client_options=client, retry_config=retries)
                 self._root = self.url[len(bucket) :].strip("/")
         except (BaseError, ValueError) as error:
-            raise InvalidError(f"{self.url}: {_line(error)}") from error
+            raise InvalidError(f"{self.url}: {error_line(error)}") from error
 
     def __truediv__(self, name: str) -> Place:
         """Returns the place below this one."""
@@ -179,16 +177,10 @@ class Place:
                 return call()
             except FileNotFoundError as error:
                 raise NotFoundError(f"{where}: no such object") from error
-            except _FINAL as error:
-                raise InvalidError(f"{where}: {_line(error)}") from error
-            except (BaseError, OSError) as error:
-                if _FINAL_STATUS.search(str(error)):
-                    raise InvalidError(f"{where}: {_line(error)}") from error
+            except (BaseError, OSError, ValueError) as error:
+                if is_final(error):
+                    raise InvalidError(f"{where}: {error_line(error)}") from error
                 if wait_s is None:
-                    raise UnavailableError(f"{where}: {_line(error)}") from error
+                    raise UnavailableError(f"{where}: {error_line(error)}") from error
                 time.sleep(wait_s)
         raise AssertionError
-
-
-def _line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0][:300]

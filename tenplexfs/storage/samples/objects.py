@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import obstore
-from obstore.exceptions import BaseError, NotSupportedError, PermissionDeniedError, UnauthenticatedError
+from obstore.exceptions import BaseError
 from obstore.store import HTTPStore, from_url
 
 from tenplexfs.errors import (
@@ -31,13 +31,11 @@ from tenplexfs.errors import (
     TimedOutError,
     UnavailableError,
 )
+from tenplexfs.storage.object_errors import error_line, is_final
 from tenplexfs.storage.samples.reader import Failure, FileRanges
 
 __all__ = ["Block", "Limits", "ObjectReader", "join_ranges"]
 
-_FINAL = (PermissionDeniedError, UnauthenticatedError, NotSupportedError, ValueError)
-# "builder error": no request can be made, of an endpoint with http:// that was not allowed for one.
-_FINAL_STATUS = re.compile(r"status code: 4(?!08|29)\d\d|builder error")
 _BACKOFF_MAX_S = 5.0
 
 
@@ -220,7 +218,7 @@ class ObjectReader:
                         config: Any = self._config
                         store = from_url(root, config=config, client_options=client, retry_config=retries)
                 except (BaseError, ValueError) as error:
-                    raise InvalidError(f"{root}: {_line(error)}") from error
+                    raise InvalidError(f"{root}: {error_line(error)}") from error
                 self._stores[root] = store
             return self._stores[root], key
 
@@ -290,12 +288,10 @@ class ObjectReader:
                 return call()
             except FileNotFoundError as error:
                 raise NotFoundError(f"{file}: no such object") from error
-            except _FINAL as error:
-                raise InvalidError(f"{file}: {_line(error)}") from error
-            except (BaseError, OSError) as error:
-                if _FINAL_STATUS.search(str(error)):
-                    raise InvalidError(f"{file}: {_line(error)}") from error
-                last = _line(error)
+            except (BaseError, OSError, ValueError) as error:
+                if is_final(error):
+                    raise InvalidError(f"{file}: {error_line(error)}") from error
+                last = error_line(error)
             self._closed.wait(max(0.0, min(wait_s, deadline - self._clock())))
             wait_s = min(2 * wait_s, _BACKOFF_MAX_S)
         raise TimedOutError(f"{file}: gave up after {self._limits.deadline_s} s: {last}")
@@ -307,10 +303,6 @@ def _place(item: tuple[tuple[int, int], TenplexError]) -> tuple[int, int]:
 
 def _where(ranges: FileRanges, number: int) -> str:
     return f"{ranges.file}: bytes [{int(ranges.begin[number])}, {int(ranges.end[number])})"
-
-
-def _line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0][:300]
 
 
 def _glob_expression(pattern: str) -> str:
