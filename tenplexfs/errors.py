@@ -15,6 +15,7 @@ __all__ = [
     "DeniedError",
     "ExistsError",
     "InvalidError",
+    "NoReplicaError",
     "NoRoomError",
     "NotFoundError",
     "PreconditionError",
@@ -111,6 +112,10 @@ class UnavailableError(TenplexError):
     code = "UNAVAILABLE"
     errno = errno.EIO
     exit_status = 3
+
+
+class NoReplicaError(UnavailableError):
+    """Only nodes that are lost held some of the bytes."""
 
 
 class TimedOutError(TenplexError):

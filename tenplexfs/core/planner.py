@@ -24,7 +24,7 @@ from tenplexfs.core.matching import Flags, Match, match_all, match_tensors
 from tenplexfs.core.ptc import PTC
 from tenplexfs.core.region import Ints, find_hole, region_text
 from tenplexfs.core.relays import PART_BYTES, Relays, hot_relays, no_relays
-from tenplexfs.errors import UnavailableError
+from tenplexfs.errors import NoReplicaError
 
 __all__ = ["Nodes", "Plan", "plan"]
 
@@ -54,7 +54,7 @@ def plan(
 
     Raises:
         InvalidError: The tensors do not fit; all such are named.
-        UnavailableError: Only lost nodes held what is wanted; names every tensor, with a region of it.
+        NoReplicaError: Only lost nodes held what is wanted; names every tensor, with a region of it.
 
     Cost: linear in the overlaps of distinct pieces, times the nodes that need them.
     """
@@ -80,7 +80,7 @@ def _check_held(matches: Sequence[Match], lost: Collection[str]) -> None:
     if gone:
         first = ", ".join(f"{path} {region}" for path, region in sorted(gone.items())[:_NAMED_COUNT])
         more = f" and {len(gone) - _NAMED_COUNT} tensors more" if len(gone) > _NAMED_COUNT else ""
-        raise UnavailableError(
+        raise NoReplicaError(
             f"no node that is left holds {first}{more}; lost: {', '.join(sorted(lost))}",
             tensors=dict(sorted(gone.items())),
             lost=sorted(lost),

@@ -13,7 +13,7 @@ from typing import Any
 import trio
 
 from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId
-from tenplexfs.errors import TenplexError, UnavailableError
+from tenplexfs.errors import NoReplicaError, TenplexError, UnavailableError
 from tenplexfs.formats.dataset_settings import datasets_back
 from tenplexfs.formats.keep_settings import persist_of
 from tenplexfs.formats.lineage import branch_off, is_past_of, with_past_of
@@ -71,8 +71,7 @@ class Ladder:
             UnavailableError: There is none.
         """
         wish = _Wish(job, head, known, wanted, lost, tuple(drop))
-        stock = await take_stock(self._calls, self._endpoints(), job)
-        stock = {node: parts for node, parts in stock.items() if node not in lost}
+        stock = await self._stock(wish)
         found = await self._in_copies(wish, stock, known)
         if found is not None:
             return found
@@ -103,10 +102,13 @@ class Ladder:
         drop: Sequence[str],
     ) -> bool:
         """Returns whether copies have what the replicas of ``head`` lack."""
-        stock = await take_stock(self._calls, self._endpoints(), job)
-        stock = {node: parts for node, parts in stock.items() if node not in lost}
         wish = _Wish(job, head, known, wanted, lost, tuple(drop))
-        return await self._in_copies(wish, stock, known) is not None
+        return await self._in_copies(wish, await self._stock(wish), known) is not None
+
+    async def _stock(self, wish: _Wish) -> dict[NodeName, Sequence[StoredPart]]:
+        """Returns what the nodes that are left store of the job."""
+        stock = await take_stock(self._calls, self._endpoints(), wish.job)
+        return {node: parts for node, parts in stock.items() if node not in wish.lost}
 
     async def _in_copies(
         self, wish: _Wish, stock: Mapping[NodeName, Sequence[StoredPart]], then: Description
@@ -126,7 +128,7 @@ class Ladder:
         lost = frozenset(missing) - keepers.keys()
         try:
             plan = await self._plan(wish, layout, then.values, lost)
-        except UnavailableError:
+        except NoReplicaError:
             return None
         base = Base(
             then.snapshot.txid,

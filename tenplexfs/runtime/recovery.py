@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import trio
 
 from tenplexfs.core.snapshot import Head, JobName, NodeName
-from tenplexfs.errors import NotFoundError, TenplexError, TimedOutError, UnavailableError
+from tenplexfs.errors import NoReplicaError, NotFoundError, TenplexError, TimedOutError, UnavailableError
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.orders import Description, NodeCalls
 from tenplexfs.runtime.planning import Resolved, plan_summary
@@ -170,7 +170,7 @@ class Recovery:
         gone = lost & {*head.nodes}
         try:
             plan = await self._plan(known, wanted, gone, drop)
-        except UnavailableError:
+        except NoReplicaError:
             if self.beyond is None:
                 raise
             found = await self.beyond.find(job, head, known, wanted, gone, drop)
@@ -197,7 +197,7 @@ class Recovery:
         """Returns whether the nodes that are not ``lost`` have all that is wanted, copies counted."""
         try:
             await self._plan(known, wanted, lost, drop)
-        except UnavailableError:
+        except NoReplicaError:
             if self.beyond is None:
                 return False
             return await self.beyond.has_copies(job, head, known, wanted, lost, drop)

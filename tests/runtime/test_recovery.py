@@ -6,10 +6,12 @@ import pytest
 import trio
 
 from tenplexfs.core.build import build_ptc
+from tenplexfs.core.snapshot import NodeName
 from tenplexfs.errors import CorruptError, NotFoundError, UnavailableError
 from tenplexfs.formats.layout_json import parse_layout
 from tenplexfs.runtime.coordinator import Change
-from tenplexfs.runtime.planning import Target
+from tenplexfs.runtime.planning import Resolved, Target
+from tenplexfs.runtime.recovery import Recovery
 from tests.runtime.cluster import JOB, LAYOUT, Cluster, layout_json, tensors_of
 
 TWICE = {
@@ -196,5 +198,34 @@ def test_a_node_that_is_dead_for_the_registry_is_not_waited_for(cluster):
         cluster.calls.living = {"node0", "node2", "node3"}
         with trio.fail_after(10):
             await move(cluster, on("node0", "node2", tp=1))
+
+    run(main)
+
+
+class NoFurther:
+    """Looks nowhere else: it must not be asked."""
+
+    async def find(self, *wish):
+        raise AssertionError
+
+    has_copies = find
+
+
+def test_a_planner_that_dies_sends_no_job_back_to_an_older_step(cluster):
+    async def dies(function, *args, **kwargs):
+        raise UnavailableError("the worker process that plans died twice")
+
+    async def main():
+        await ready(cluster)
+        node = cluster.nodes[0]
+        head = node.member.shown()[JOB].head
+        known = await node.coordinator.describe(JOB, head)
+        wanted = Resolved(known.layout_json, head.layout_digest, head.nodes)
+        recovery = Recovery(calls=cluster.calls, compute=dies, living=tuple)
+        recovery.beyond = NoFurther()
+        lost = frozenset({NodeName("node1")})
+        for ask in (recovery.base_for, recovery.has_replicas):
+            with pytest.raises(UnavailableError, match="died twice"):
+                await ask(JOB, head, known, wanted, lost)
 
     run(main)
