@@ -19,7 +19,7 @@ from tenplexfs.client import regions
 from tenplexfs.torch import Reader, Writer
 from tenplexfs.torch import writer as writer_module
 from tests.torch.context import Context
-from tests.torch.dcp_checks import blank, same, spread
+from tests.torch.states import blank, same, spread
 
 
 def cubes(at: Context) -> None:
