@@ -52,6 +52,7 @@ DATA, ERROR, PULSE = 1, 2, 3
 """Bytes of the stream; why there are no more; still there (or: come in)."""
 TICK_S = 1.0
 """How long a socket waits before it looks whether to go on waiting."""
+_STEP_BYTES = 1 << 16
 
 
 class Greeting(msgspec.Struct, frozen=True):
@@ -100,7 +101,7 @@ def prepare(sock: socket.socket) -> None:
 
 
 def receive_into(sock: socket.socket, view: memoryview, tick: Callable[[], None]) -> None:
-    """Fills ``view``; calls ``tick``, which may raise, whenever nothing has come for a while.
+    """Fills ``view``; calls ``tick``, which may raise, whenever it has to wait for the rest.
 
     Raises:
         UnavailableError: The connection ended.
@@ -117,17 +118,22 @@ def receive_into(sock: socket.socket, view: memoryview, tick: Callable[[], None]
         if not count:
             raise UnavailableError("the connection ended")
         view = view[count:]
+        if len(view):  # also where a little comes all the time
+            tick()
 
 
 def receive(sock: socket.socket, nbytes: int, tick: Callable[[], None]) -> bytearray:
-    """Returns the next ``nbytes``; as `receive_into`."""
-    data = bytearray(nbytes)
-    receive_into(sock, memoryview(data), tick)
+    """Returns the next ``nbytes``, in memory that is taken as they come; as `receive_into`."""
+    data = bytearray()
+    while len(data) < nbytes:
+        part = bytearray(min(nbytes - len(data), _STEP_BYTES))
+        receive_into(sock, memoryview(part), tick)
+        data += part
     return data
 
 
 def send(sock: socket.socket, head: bytes, body: bytes | memoryview, tick: Callable[[], None]) -> None:
-    """Sends both; calls ``tick``, which may raise, whenever the other side takes nothing for a while.
+    """Sends both; calls ``tick``, which may raise, whenever it has to wait for the other side.
 
     Raises:
         UnavailableError: The connection ended.
@@ -147,6 +153,7 @@ def send(sock: socket.socket, head: bytes, body: bytes | memoryview, tick: Calla
             count -= len(parts.pop(0))
         if parts:
             parts[0] = parts[0][count:]
+            tick()
 
 
 def close(sock: socket.socket) -> None:

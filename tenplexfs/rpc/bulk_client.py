@@ -38,7 +38,7 @@ class BulkStream:
         self._head = memoryview(bytearray(bulk.HEADER.size))
         self._scratch = memoryview(bytearray(MESSAGE_BYTES))
         self._end_s = 0.0
-        self._silent_count = 0
+        self._frame_s = 0.0
 
     def cancel(self) -> None:
         """Ends it, also for a thread that waits for it."""
@@ -51,7 +51,8 @@ class BulkStream:
             TenplexError: It was refused.
         """
         said = msgspec.msgpack.encode(greeting)
-        self._end_s = time.monotonic() + _CONNECT_S
+        self._frame_s = time.monotonic()
+        self._end_s = self._frame_s + _CONNECT_S
         bulk.send(self._sock, bulk.MAGIC + bulk.LENGTH.pack(len(said)), said, self._tick)
         if len(self._frame(0)):
             raise CorruptError(f"{self._target}: an answer that is none")
@@ -64,7 +65,8 @@ class BulkStream:
         Raises:
             TenplexError: What the other side said, or that it is away, late or not to be believed.
         """
-        self._end_s = time.monotonic() + deadline_s
+        self._frame_s = time.monotonic()
+        self._end_s = self._frame_s + deadline_s
         bulk.send(self._sock, bulk.LENGTH.pack(len(request)), request, self._tick)
         left = nbytes
         while left:
@@ -75,7 +77,9 @@ class BulkStream:
 
     def _frame(self, limit: int) -> memoryview:
         """Returns the body of the next frame of bytes; empty for one that only says that more will come."""
-        self._silent_count = 0
+        self._frame_s = time.monotonic()
+        if self._frame_s > self._end_s:
+            raise self._late()
         try:
             bulk.receive_into(self._sock, self._head, self._tick)
             kind, length, wanted = bulk.HEADER.unpack(self._head)
@@ -92,11 +96,14 @@ class BulkStream:
         return body
 
     def _tick(self) -> None:
-        self._silent_count += 1
-        if time.monotonic() > self._end_s:
-            raise TimedOutError(f"{self._target}: Fetch: no answer before the deadline")
-        if self._silent_count > _STALL_S:
-            raise UnavailableError(f"nothing came for {_STALL_S} s")
+        now_s = time.monotonic()
+        if now_s > self._end_s:
+            raise self._late()
+        if now_s > self._frame_s + _STALL_S:
+            raise UnavailableError(f"no message within {_STALL_S} s")
+
+    def _late(self) -> TimedOutError:
+        return TimedOutError(f"{self._target}: Fetch: not done before the deadline")
 
 
 class BulkClient:

@@ -7,7 +7,9 @@ import logging
 import socket
 import ssl
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -25,7 +27,7 @@ from tenplexfs.rpc.handlers import RangesHandler
 from tenplexfs.rpc.sending import messages_of
 from tenplexfs.rpc.turns import Turns
 from tenplexfs.rpc.wire import MAX_ENCODED_BYTES, FetchRequest
-from tenplexfs.runtime.protocols import ArraySource, GrowingArrays
+from tenplexfs.runtime.protocols import GrowingArrays
 
 __all__ = ["BulkServer"]
 
@@ -34,7 +36,10 @@ log = logging.getLogger(__name__)
 _MOST_CONNECTIONS = 1024
 _GREETING_S = 10
 _STALL_S = 60
-"""Ticks that the other side may take nothing of what it asked for."""
+"""So long the other side may take to send a request, or to take a message of what it asked for."""
+_PAUSE_S = 0.2
+_LARGE_BYTES, _MOST_LARGE = 1 << 20, 8
+"""Requests that are larger come in, and are read, so many at a time."""
 
 
 class BulkServer:
@@ -75,6 +80,8 @@ class BulkServer:
             raise ExistsError(f"data port {host}:{port}: cannot be bound: {error.strerror}") from error
         self.port: int = self._listener.getsockname()[1]
         self._turns = Turns()
+        self._large = threading.BoundedSemaphore(_MOST_LARGE)
+        self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._acceptor = threading.Thread(target=self._accept, name="bulk", daemon=True)
@@ -85,6 +92,7 @@ class BulkServer:
 
     def stop(self, grace_s: float) -> None:
         """Ends all connections, and waits so long for each of their threads; blocks."""
+        self._stopping.set()
         bulk.close(self._listener)
         if self._acceptor.is_alive():
             self._acceptor.join()
@@ -99,9 +107,11 @@ class BulkServer:
         while True:
             try:
                 sock, _ = self._listener.accept()
-            except OSError:
-                if self._listener.fileno() < 0:
+            except OSError as error:
+                if self._stopping.is_set():
                     return
+                log.warning("data port %d: takes no connection for now: %s", self.port, error.strerror)
+                self._stopping.wait(_PAUSE_S)  # no descriptor is free: it would fail at once again
                 continue
             with self._lock:
                 if len(self._connections) >= _MOST_CONNECTIONS:
@@ -109,7 +119,13 @@ class BulkServer:
                     continue
                 thread = threading.Thread(target=self._serve, args=(sock,), name="bulk", daemon=True)
                 self._connections[sock] = thread
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads
+                log.warning("data port %d: a connection is not served: %s", self.port, error)
+                with self._lock:
+                    del self._connections[sock]
+                bulk.close(sock)
 
     def _serve(self, sock: socket.socket) -> None:
         plain = sock
@@ -134,7 +150,7 @@ class BulkServer:
                 self._connections.pop(plain, None)
 
     def _let_in(self, sock: socket.socket) -> bool:
-        patience = _patience(_GREETING_S)
+        patience = _within(_GREETING_S)
         if bytes(bulk.receive(sock, len(bulk.MAGIC), patience)) != bulk.MAGIC:
             return False
         (length,) = bulk.LENGTH.unpack(bulk.receive(sock, bulk.LENGTH.size, patience))
@@ -166,9 +182,14 @@ class BulkServer:
         if length > MAX_ENCODED_BYTES:
             self._refuse(sock, InvalidError(f"request for ranges: {length} bytes: ask in parts"))
             return False
-        data = bytes(bulk.receive(sock, length, _patience(_STALL_S)))
+        with self._room(length):
+            data = bytes(bulk.receive(sock, length, _within(_STALL_S)))
+            try:
+                request = FetchRequest.decode(data)
+            except InvalidError as error:
+                self._refuse(sock, error)
+                return True
         try:
-            request = FetchRequest.decode(data)
             with (
                 self._handler.open_arrays(request.job, request.txid) as arrays,
                 self._turns.stream(
@@ -178,7 +199,7 @@ class BulkServer:
                 for message in messages_of(arrays, request):
                     kind = bulk.DATA if message else bulk.PULSE
                     head = bulk.HEADER.pack(kind, len(message), xxh3_64_intdigest(message))
-                    bulk.send(sock, head, message, _patience(_STALL_S))
+                    bulk.send(sock, head, message, _within(_STALL_S))
                     sent(len(message))
         except _GoneError:
             raise
@@ -190,28 +211,37 @@ class BulkServer:
             self._refuse(sock, TenplexError(f"internal error: {kind_of}; the daemon's log has more"))
         return True
 
+    @contextmanager
+    def _room(self, nbytes: int) -> Iterator[None]:
+        """Lets few large requests come in at a time, so that they take a bounded part of the memory."""
+        if nbytes <= _LARGE_BYTES:
+            yield
+        elif self._large.acquire(timeout=_STALL_S):
+            try:
+                yield
+            finally:
+                self._large.release()
+        else:
+            raise _GoneError(f"{_MOST_LARGE} large requests took {_STALL_S} s and more to come in")
+
     def _refuse(self, sock: socket.socket, error: TenplexError) -> None:
         body = bulk.encode_error(error)
-        bulk.send(sock, bulk.HEADER.pack(bulk.ERROR, len(body), xxh3_64_intdigest(body)), body, _patience(5))
+        bulk.send(sock, bulk.HEADER.pack(bulk.ERROR, len(body), xxh3_64_intdigest(body)), body, _within(5))
 
 
 class _GoneError(UnavailableError):
     """The caller is away, so that nobody hears why."""
 
 
-def _are_whole(arrays: ArraySource) -> bool:
-    return not isinstance(arrays, GrowingArrays)
-
-
 def _wait() -> None:
     """For a connection that nobody uses now."""
 
 
-def _patience(ticks: int) -> Callable[[], None]:
-    left = iter(range(ticks))
+def _within(seconds: float) -> Callable[[], None]:
+    end_s = time.monotonic() + seconds
 
     def tick() -> None:
-        if next(left, None) is None:
-            raise _GoneError(f"the other side does nothing for {ticks * bulk.TICK_S:g} s")
+        if time.monotonic() > end_s:
+            raise _GoneError(f"the other side is not done within {seconds:g} s")
 
     return tick

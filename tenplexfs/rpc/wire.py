@@ -113,7 +113,7 @@ class _Request(msgspec.Struct, array_like=True, frozen=True):
     job: str
     txid: str
     start: Annotated[int, msgspec.Meta(ge=0)]
-    parts: list[_Part]
+    parts: Annotated[list[_Part], msgspec.Meta(max_length=MAX_REQUEST_BYTES // _PART_BYTES)]
     message_bytes: Annotated[int, msgspec.Meta(ge=1 << 12, le=MESSAGE_BYTES)] = MESSAGE_BYTES
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
+import tracemalloc
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
@@ -15,8 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from tenplexfs.errors import CorruptError, DeniedError, NotFoundError, PreconditionError, UnavailableError
-from tenplexfs.rpc import bulk
+from tenplexfs.errors import (
+    CorruptError,
+    DeniedError,
+    InvalidError,
+    NotFoundError,
+    PreconditionError,
+    TimedOutError,
+    UnavailableError,
+)
+from tenplexfs.rpc import bulk, bulk_server
 from tenplexfs.rpc.bulk_client import BulkClient
 from tenplexfs.rpc.bulk_server import BulkServer
 from tenplexfs.rpc.certificates import make_authority, make_node
@@ -182,6 +192,52 @@ def test_answers_that_are_none(answer, error, words):
     request = FetchRequest("gpt", TXID, 0, (Ranges(0, "w", 1, np.array([[[0], [8]]])),))
     with stub(answer) as port, pytest.raises(error, match=words):
         fetched(client_of(port), request)
+
+
+def test_a_stream_that_only_promises_ends_at_its_deadline():
+    request = FetchRequest("gpt", TXID, 0, (Ranges(0, "w", 1, np.array([[[0], [8]]])),))
+    with stub(frame(b"", kind=bulk.PULSE) * 100_000) as port:
+        stream = client_of(port).open(5, Cancel())
+        with pytest.raises(TimedOutError, match="not done before the deadline"):
+            list(stream.messages(request.encode(), 8, deadline_s=0.05))
+        stream.cancel()
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_caller_who_says_a_letter_now_and_then_is_not_waited_for(secure, monkeypatch):
+    monkeypatch.setattr(bulk_server, "_GREETING_S", 0.5)
+    mine = access() if secure else Access()
+    with (
+        served(context=mine.server_context) as (server, _),
+        socket.create_connection(("127.0.0.1", server.port), 5) as plain,
+        mine.context.wrap_socket(plain, server_hostname="127.0.0.1") if secure else plain as sock,
+        pytest.raises(OSError, match=r"(?i)broken pipe|reset|eof"),
+    ):
+        for letter in bulk.MAGIC + bulk.LENGTH.pack(100) + bytes(90):
+            select.select([], [], [], 0.05)
+            sock.sendall(bytes([letter]))
+
+
+def test_memory_is_taken_for_what_comes_and_not_for_what_is_announced():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"x")
+        theirs.shutdown(socket.SHUT_WR)
+        tracemalloc.start()
+        try:
+            with pytest.raises(UnavailableError, match="connection ended"):
+                bulk.receive(ours, MAX_ENCODED_BYTES, lambda: None)
+            assert tracemalloc.get_traced_memory()[1] < 1 << 18
+        finally:
+            tracemalloc.stop()
+
+
+def test_requests_of_many_empty_parts_are_refused_before_they_are_made():
+    count = MAX_ENCODED_BYTES // 9
+    parts = msgspec.msgpack.encode([0, "", 1, 0, 0, b""]) * count
+    head = b"".join(map(msgspec.msgpack.encode, ("gpt", TXID, 0)))
+    with pytest.raises(InvalidError, match="Expected `array` of length <="):
+        FetchRequest.decode(b"\x94" + head + b"\xdd" + count.to_bytes(4, "big") + parts)
 
 
 async def test_a_stream_that_breaks_or_lies_is_resumed_where_it_stopped():
