@@ -25,6 +25,7 @@ __all__ = [
     "UnavailableError",
     "UsageError",
     "error_from_code",
+    "internal",
 ]
 
 
@@ -162,3 +163,12 @@ _BY_CODE: dict[str, type[TenplexError]] = {
 def error_from_code(code: str, message: str, **details: object) -> TenplexError:
     """Returns the error that ``code``, a gRPC status name, stands for; unknown codes give the base class."""
     return _BY_CODE.get(code, TenplexError)(message, **details)
+
+
+def internal(raised: Exception) -> TenplexError:
+    """Returns what a boundary says of an error that nobody expected; one of ours, alone in groups, as it is."""
+    while isinstance(raised, ExceptionGroup) and len(raised.exceptions) == 1:
+        raised = raised.exceptions[0]
+    if isinstance(raised, TenplexError):
+        return raised
+    return TenplexError(f"internal error: {type(raised).__name__}: {raised}; the daemon's log has more")

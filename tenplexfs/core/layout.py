@@ -48,6 +48,7 @@ Rule = Literal["exact", "ceil", "balanced"]
 _INDEX = re.compile(r"\{([A-Za-z_]\w*)(?:\+(\d+))?\}")
 _BRACES = " (a tensor whose own name has braces needs the explicit form, 'ranks')"
 _MAX_RANKS = 1 << 17
+_MAX_AXES = 31  # and one more are the dims that numpy 1 has
 _MAX_TENSORS = 1 << 20
 _MAX_PADDING = 1 << 40  # elements; times the ways it still fits int64
 _MAX_BATCH = 1 << 48
@@ -66,6 +67,8 @@ class Mesh:
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes]
+        if len(names) > _MAX_AXES:
+            raise InvalidError(f"mesh: {len(names)} axes, at most {_MAX_AXES}")
         if len(set(names)) != len(names):
             raise InvalidError(f"mesh: axis named twice in {names}")
         for name, size in self.axes:

@@ -40,7 +40,7 @@ def check_job_name(text: str) -> JobName:
         InvalidError: It is not ``[A-Za-z0-9][A-Za-z0-9_.-]{0,63}``.
     """
     if not _NAME.fullmatch(text):
-        raise InvalidError(f"job name {text!r}: need [A-Za-z0-9][A-Za-z0-9_.-]{{0,63}}")
+        raise InvalidError(f"job name {text[:80]!r}: need [A-Za-z0-9][A-Za-z0-9_.-]{{0,63}}")
     return JobName(text)
 
 
@@ -56,7 +56,7 @@ def check_node_name(text: str) -> NodeName:
         InvalidError: It is not ``[A-Za-z0-9][A-Za-z0-9_.-]{0,63}``.
     """
     if not _NAME.fullmatch(text):
-        raise InvalidError(f"node name {text!r}: need [A-Za-z0-9][A-Za-z0-9_.-]{{0,63}}")
+        raise InvalidError(f"node name {text[:80]!r}: need [A-Za-z0-9][A-Za-z0-9_.-]{{0,63}}")
     return NodeName(text)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,14 @@ from tenplexfs.core.datasets import DatasetState, Spread, spread_of
 from tenplexfs.core.snapshot import Head, JobName, NodeName, check_job_name
 from tenplexfs.daemon.transactions import Transaction, Transactions
 from tenplexfs.daemon.view import View, progress_message
-from tenplexfs.errors import ConflictError, ExistsError, InvalidError, NotFoundError, TenplexError
+from tenplexfs.errors import (
+    ConflictError,
+    ExistsError,
+    InvalidError,
+    NotFoundError,
+    TenplexError,
+    internal,
+)
 from tenplexfs.formats.dataset_settings import check_dataset_name, datasets_of, put_datasets
 from tenplexfs.formats.layout_json import parse_layout
 from tenplexfs.formats.requests import Request, has_request
@@ -27,6 +35,8 @@ from tenplexfs.storage.samples.recipe import BuiltFile, Recipe, build_index
 from tenplexfs.storage.samples.routes import is_url
 
 __all__ = ["DatasetService"]
+
+log = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
 
@@ -127,6 +137,9 @@ class DatasetService:
                 running.report(Progress("done", _summary(built), running.progress.nodes))
         except TenplexError as error:
             running.failure = error
+        except Exception as error:  # as in `Transactions`
+            log.exception("job %s: dataset %s was not added", wanted.job, wanted.name)
+            running.failure = internal(error)
         finally:
             if running.head is None and running.failure is None:
                 running.failure = ConflictError(f"job {wanted.job}: the daemon is stopping")

@@ -11,7 +11,7 @@ from tenplexfs._pb import peer_pb2
 from tenplexfs.core.snapshot import JobName, NodeName, TxId, check_job_name, check_node_name
 from tenplexfs.daemon.kept_arrays import KeptArrays
 from tenplexfs.daemon.view import VERSION, Metrics
-from tenplexfs.errors import NotFoundError, TenplexError
+from tenplexfs.errors import NotFoundError
 from tenplexfs.formats.checkpoint import encode_files
 from tenplexfs.formats.values import pack
 from tenplexfs.rpc.messages import check_txid, head_of, snapshot_of, snapshot_to_pb
@@ -98,7 +98,7 @@ class PeerService:
     ) -> AsyncGenerator[tuple[int, int]]:
         """Yields what ``work`` reports, bytes done and in all; ends with it, and it with this."""
         send, receive = trio.open_memory_channel[tuple[int, int]](1)
-        failures: list[TenplexError] = []
+        failures: list[Exception] = []
         scope = trio.CancelScope()
 
         def report(done: int, total: int) -> None:
@@ -109,7 +109,7 @@ class PeerService:
             with send, scope:
                 try:
                     await work(report)
-                except TenplexError as error:
+                except Exception as error:  # raised below, where the boundary of the call sees it
                     failures.append(error)
 
         # Not in a nursery of its own: this is a generator, which may be closed at its yield.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import trio
 
 from tenplexfs.core.snapshot import Head, JobName
-from tenplexfs.errors import ConflictError, InvalidError, TenplexError
+from tenplexfs.errors import ConflictError, InvalidError, TenplexError, internal
 from tenplexfs.runtime.orders import Progress, Report
 
 __all__ = ["Transaction", "Transactions", "Work"]
+
+log = logging.getLogger(__name__)
 
 Work = Callable[[Report], Awaitable[Head]]
 """What a transaction does, and where it says how far it is."""
@@ -121,6 +124,9 @@ class Transactions:
                 transaction.failure = ConflictError(f"job {transaction.job}: the transaction was aborted")
         except TenplexError as error:
             transaction.failure = error
+        except Exception as error:  # the boundary of a call that only watches: the daemon serves on
+            log.exception("job %s: the transaction failed", transaction.job)
+            transaction.failure = internal(error)
         finally:
             if transaction.head is None and transaction.failure is None:
                 transaction.failure = ConflictError(f"job {transaction.job}: the daemon is stopping")

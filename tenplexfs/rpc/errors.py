@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import grpc
 
-from tenplexfs.errors import TenplexError, TimedOutError, UnavailableError, error_from_code
+from tenplexfs.errors import TenplexError, TimedOutError, UnavailableError, error_from_code, internal
 
 __all__ = ["CLIENT_METADATA", "UnreachedError", "answer", "error_of", "is_transient"]
 
@@ -61,20 +61,11 @@ def answer(context: grpc.ServicerContext, call: Callable[[], T]) -> T:
     except (trio.Cancelled, trio.RunFinishedError):
         _abort(context, UnavailableError("this daemon is going away"))
     except Exception as raised:
-        error = _alone(raised)
-        if isinstance(error, TenplexError):
-            _abort(context, error)
-        log.exception("rpc handler failed")
-        kind = type(error).__name__
-        _abort(context, TenplexError(f"internal error: {kind}: {error}; the daemon's log has more"))
+        error = internal(raised)
+        if type(error) is TenplexError and error is not raised:
+            log.exception("rpc handler failed")
+        _abort(context, error)
     raise AssertionError("abort returned")
-
-
-def _alone(error: Exception) -> Exception:
-    """Returns what a nursery wrapped, when it is one error."""
-    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return error
 
 
 def _abort(context: grpc.ServicerContext, error: TenplexError) -> None:

@@ -54,3 +54,9 @@ def test_explicit_shapes_have_the_same_bounds():
     shard = {"tensor": [4], "dtype": "float32", "pieces": [{"start": [0], "stop": [4], "at": [0]}]}
     with pytest.raises(InvalidError, match=r"tensor 'w': shape .* more than"):
         parse({}, ranks=[{"w": shard}, {"w": shard}], **{"global": {"w": [2**63]}})
+
+
+def test_a_mesh_of_more_axes_than_arrays_have_dims_is_refused():
+    with pytest.raises(InvalidError, match="mesh: 33 axes, at most 31"):
+        parse({"w": W}, mesh={"tp": 2} | {f"a{number}": 1 for number in range(32)})
+    assert parse({"w": W}, mesh={"tp": 2} | {f"a{number}": 1 for number in range(30)}).world_size == 2
