@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from tenplexfs.cli.session import Session
-from tenplexfs.daemon.config import SETTINGS
+from tenplexfs.daemon.settings import SETTINGS
 
 __all__ = ["Flags", "with_settings"]
 

@@ -6,16 +6,14 @@ that nobody waits for a process that is going; then the calls, then the store.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 
@@ -23,7 +21,8 @@ import trio
 
 from tenplexfs.core.snapshot import NodeInfo, NodeName, TxId
 from tenplexfs.daemon.clients import Clients
-from tenplexfs.daemon.config import DEFAULT_ROOT_STORE, Config, etcd_address
+from tenplexfs.daemon.config import Config, etcd_address
+from tenplexfs.daemon.control_files import control_files
 from tenplexfs.daemon.dataset_calls import SampleCalls, SampleService
 from tenplexfs.daemon.dataset_service import DatasetService
 from tenplexfs.daemon.deciding import Deciding
@@ -32,6 +31,7 @@ from tenplexfs.daemon.joining import join
 from tenplexfs.daemon.keeping import Keeping
 from tenplexfs.daemon.logs import setup_logs
 from tenplexfs.daemon.membership import Meeting, Members
+from tenplexfs.daemon.memory import opened_store
 from tenplexfs.daemon.node_calls import Leasing, Nodes
 from tenplexfs.daemon.notify import sd_notify
 from tenplexfs.daemon.peer_service import PeerService
@@ -40,7 +40,6 @@ from tenplexfs.daemon.transactions import Transactions
 from tenplexfs.daemon.view import VERSION, Metrics, View
 from tenplexfs.daemon.watchdog import check_mount, watch
 from tenplexfs.daemon.webhooks import Webhooks
-from tenplexfs.errors import PreconditionError
 from tenplexfs.fuse.mount import Mount
 from tenplexfs.rpc import server
 from tenplexfs.rpc.connection import Connection
@@ -59,7 +58,7 @@ from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.leases import LeaseKeeper, LeaseTable
 from tenplexfs.runtime.living import Living
 from tenplexfs.runtime.member import Member
-from tenplexfs.runtime.namespace import Control, Namespace, StoreNumbers
+from tenplexfs.runtime.namespace import Namespace, StoreNumbers
 from tenplexfs.runtime.rebuilding import Rebuilder
 from tenplexfs.storage.directory import INDEXES, REGISTRY
 from tenplexfs.storage.registry_sqlite import SqliteRegistry
@@ -100,7 +99,7 @@ async def _serve(config: Config) -> None:
     stop = trio.Event()
     async with trio.open_nursery() as signals:
         await signals.start(_listen_for_signals, stop)
-        with _store(config) as store, _compute() as compute:
+        with opened_store(config) as store, _compute() as compute:
             async with trio.open_nursery() as nursery, AsyncExitStack() as stack:
                 await _start(config, store, compute, nursery, stack, stop)
                 sd_notify("READY=1")
@@ -136,7 +135,7 @@ async def _start(
     nodes = Nodes(config.node, client, {config.node: config.advertise, **config.peers}, given)
     leases, keeper, metrics = LeaseTable(), LeaseKeeper(Leasing(client)), Metrics()
     tree = Namespace(
-        _control(config, lambda: view, lambda: clients),
+        control_files(config, lambda: view, lambda: clients),
         lambda: StoreNumbers(store.limit_bytes, store.used_bytes),
         clock_ns=time.time_ns,
     )
@@ -342,30 +341,6 @@ def _registry(
     return own, own
 
 
-def _control(config: Config, view: Callable[[], View], clients: Callable[[], Clients]) -> Control:
-    """Returns what ``.tenplexfs`` shows; ``view`` and ``clients`` are asked at each open."""
-    return Control(
-        files={
-            "version": f"{VERSION}\n".encode,
-            "endpoint": f"{config.socket.absolute()}\n".encode,
-            "status.json": lambda: _document(view().status()),
-            "config.json": lambda: _document(
-                {"format": "tenplexfs-config", "version": 1, **config.document()}
-            ),
-            "metrics": lambda: view().metrics(),
-        },
-        jobs=lambda: view().job_names(),
-        job_files={
-            "status.json": lambda job: _document(view().job_status(job)),
-            "stop": lambda job: clients().stop_text(job),
-        },
-    )
-
-
-def _document(content: object) -> bytes:
-    return json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n"
-
-
 async def _stop_when(ended: trio.Event, stop: trio.Event) -> None:
     await ended.wait()
     if not stop.is_set():
@@ -404,35 +379,3 @@ def _compute() -> Iterator[Compute]:
         yield compute
     finally:
         compute.close()
-
-
-@contextmanager
-def _store(config: Config) -> Iterator[Store]:
-    if config.store == DEFAULT_ROOT_STORE:
-        _mount_memory(config.store)
-    store = Store.open(config.store, node=config.node, limit_bytes=config.memory_bytes)
-    try:
-        yield store
-    finally:
-        store.close()
-
-
-def _mount_memory(path: Path) -> None:
-    """Makes the default store of root: a file system in memory of its own, which outlives the daemon.
-
-    In huge pages where the kernel has them: filling fresh ones takes a fifth of the time. It takes none for
-    what is smaller than one.
-    """
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.is_mount():
-        return
-    for huge in (",huge=within_size", ""):
-        options = f"mode=0700,size=100%{huge}"
-        command = ["mount", "-t", "tmpfs", "-o", options, "tenplexfs-store", str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if not done.returncode:
-            break
-    else:
-        raise PreconditionError(
-            f"store {path}: a memory file system cannot be mounted ({done.stderr.strip()}); give --store"
-        )

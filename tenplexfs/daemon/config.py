@@ -1,63 +1,29 @@
-"""What the daemon is told: flags, then environment, then files, then defaults, all of one form.
-
-A setting is the same word everywhere: ``--remote-reads off``, ``TENPLEXFS_REMOTE_READS=off``, and in a file
-``remote_reads = "off"``.
-"""
+"""What one daemon is: the settings, complete and checked, with their defaults."""
 
 from __future__ import annotations
 
 import os
 import re
 import socket
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tenplexfs.core.hostlist import expand_hostlist
 from tenplexfs.core.snapshot import NodeName, check_node_name
+from tenplexfs.daemon.settings import Settings, parse_size, settings_of
 from tenplexfs.errors import TenplexError, UsageError
 
 __all__ = [
     "DEFAULT_ROOT_STORE",
-    "SETTINGS",
     "Config",
     "EtcdAddress",
     "etcd_address",
     "load_config",
-    "parse_size",
 ]
 
 DEFAULT_ROOT_STORE = Path("/run/tenplexfs/store")
 
-SETTINGS: Mapping[str, str] = {
-    "node": "Name of this node; default: the host name.",
-    "mount": "Where the tree is mounted; default: /mnt/tenplexfs as root, else below XDG_RUNTIME_DIR.",
-    "no_mount": "Serve without a mount (on or off).",
-    "listen": "HOST:PORT for peers and control; default: 127.0.0.1:7070.",
-    "advertise": "HOST:PORT where others reach this node; default: listen, by host name if it is 0.0.0.0.",
-    "peer": "NODE=HOST:PORT of another daemon; may be given several times.",
-    "join": "Find peers and registry: HOST[:PORT] of a daemon, dns:NAME[:PORT], or slurm; instead of peer.",
-    "registry": "The node whose daemon serves the registry, or etcd://HOST:PORT,...; default: this node.",
-    "store": "Directory of the state, in memory; default: /run/tenplexfs/store as root, else below /dev/shm.",
-    "socket": "Local socket; default: below /run/tenplexfs as root, else below XDG_RUNTIME_DIR.",
-    "memory": "Limit of the store, as 8GiB, 8Gi or 50%; default: 25%.",
-    "remote_reads": "Whether ranks of other nodes can be read here (on or off); default: on.",
-    "read_timeout": "Seconds that a read waits for another node; default: 60.",
-    "transfer_memory": "Memory that transfers between nodes may hold here, as memory; default: 256MiB.",
-    "data_port": "Port beside that of --listen for the bytes between nodes; default: any free one.",
-    "window": "Memory for the samples of a dataset that are fetched ahead, as memory; default: 1GiB.",
-    "spill": "Directory on a disk, for open files of replaced snapshots when memory is short; default: none.",
-    "retain": "Seconds that a replaced snapshot is kept for nodes that do not answer; default: 600.",
-    "restore_from": "Directory or URL of persisted jobs; those that nobody knows are made of it.",
-    "allow_other": "Let other users read the mount (on or off); default: off.",
-    "tls": "Directory of tls init: mutual TLS for all that goes over TCP.",
-    "token_file": "File with a word that every call over TCP must carry.",
-    "insecure": "Listen on an address that is not loopback without TLS (on or off); default: off.",
-}
-"""Name of each setting and what it says, for whoever makes flags of them."""
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]+(?:/[A-Za-z0-9_.-]+)*", re.ASCII)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 
@@ -158,81 +124,10 @@ def load_config(
         UsageError: A setting is unknown or wrong; names it and where it came from.
     """
     environ = os.environ if environ is None else environ
-    home = Path(environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME", "/")) / ".config")
-    own = {name: environ.get(f"TENPLEXFS_{name.upper()}") for name in SETTINGS}
-    layers: list[tuple[str, Mapping[str, object]]] = [
-        ("flag", flags),
-        ("environment", own),
-        *((str(file), _read(file)) for file in (home / "tenplexfs" / "config.toml", system_file)),
-    ]
-    return _complete(_Settings(layers), environ)
+    return _complete(settings_of(flags, environ, system_file), environ)
 
 
-class _Settings:
-    """The value of each setting from the first place that has it."""
-
-    def __init__(self, layers: list[tuple[str, Mapping[str, object]]]) -> None:
-        self._found: dict[str, tuple[str, object]] = {}
-        for where, values in layers:
-            for name, value in values.items():
-                if name not in SETTINGS:
-                    raise UsageError(f"{where}: {name}: no such setting; there are {', '.join(SETTINGS)}")
-                if value is not None and value != () and name not in self._found:
-                    self._found[name] = (where, value)
-
-    def text(self, name: str) -> str | None:
-        if name not in self._found:
-            return None
-        where, value = self._found[name]
-        if isinstance(value, bool):
-            return "on" if value else "off"
-        if not isinstance(value, str | int | float):
-            raise UsageError(f"{where}: {name}: need one value, got {value!r}")
-        return str(value)
-
-    def texts(self, name: str) -> list[str]:
-        if name not in self._found:
-            return []
-        where, value = self._found[name]
-        if isinstance(value, str):
-            return [part for part in re.split(r"[,\s]+", value) if part]
-        if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
-            raise UsageError(f"{where}: {name}: need a list of texts, got {value!r}")
-        return list(value)
-
-    def switch(self, name: str, *, default: bool) -> bool:
-        text = self.text(name)
-        if text is None:
-            return default
-        if text.lower() in ("on", "true", "yes", "1"):
-            return True
-        if text.lower() in ("off", "false", "no", "0"):
-            return False
-        raise UsageError(f"{self._where(name)}: {name}: need on or off, got {text!r}")
-
-    def seconds(self, name: str, default: float) -> float:
-        text = self.text(name)
-        try:
-            value = default if text is None else float(text.removesuffix("s"))
-        except ValueError:
-            value = -1.0
-        if not 0 < value < 1e9:
-            raise UsageError(f"{self._where(name)}: {name}: need seconds > 0, got {text!r}")
-        return value
-
-    def port(self, name: str, *, default: int) -> int:
-        text = self.text(name)
-        if text is None:
-            return default
-        if not (text.isdecimal() and int(text) < 1 << 16):
-            raise UsageError(f"{self._where(name)}: {name}: need a port, got {text!r}")
-        return int(text)
-
-    def _where(self, name: str) -> str:
-        return self._found[name][0]
-
-
-def _complete(settings: _Settings, environ: Mapping[str, str]) -> Config:
+def _complete(settings: Settings, environ: Mapping[str, str]) -> Config:
     is_root = os.geteuid() == 0
     try:
         node = check_node_name(_node(settings, environ))
@@ -311,28 +206,6 @@ def _place(text: str | None) -> str | None:
         raise UsageError(f"restore_from {error.message}") from error
 
 
-def parse_size(text: str, *, of_bytes: int) -> int:
-    """Returns bytes: ``8GiB`` and ``8Gi`` are binary, ``8GB`` and ``8G`` decimal, ``50%`` is of ``of_bytes``.
-
-    >>> parse_size("8GiB", of_bytes=0), parse_size("8Gi", of_bytes=0), parse_size("50%", of_bytes=10)
-    (8589934592, 8589934592, 5)
-
-    Raises:
-        UsageError: It is no size, or nothing.
-    """
-    stripped = text.strip()
-    if stripped.endswith("%"):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", stripped)
-        size = int(of_bytes * float(match[1]) / 100) if match and float(match[1]) <= 100 else 0
-    else:
-        match = _SIZE.fullmatch(stripped)
-        power = " KMGT".index((match[2] or " ").upper()) if match else 0
-        size = int(float(match[1]) * (1024 if match[3] else 1000) ** power) if match else 0
-    if size <= 0:
-        raise UsageError(f"memory {text!r}: need a size as 8GiB, 8Gi, 500MB or 50%")
-    return size
-
-
 def _memory_bytes() -> int:
     """Bytes of memory that this process may use: the machine's, or its cgroup's when that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -360,7 +233,7 @@ def _reachable(listen: str) -> str:
     return f"{socket.gethostname()}:{port}" if host in ("0.0.0.0", "[::]") else listen
 
 
-def _node(settings: _Settings, environ: Mapping[str, str]) -> str:
+def _node(settings: Settings, environ: Mapping[str, str]) -> str:
     in_slurm = environ.get("SLURMD_NODENAME") if settings.text("join") == "slurm" else None
     return settings.text("node") or in_slurm or socket.gethostname().partition(".")[0]
 
@@ -407,12 +280,3 @@ def _peers(texts: Sequence[str], node: NodeName) -> dict[NodeName, str]:
             raise UsageError(f"peer {text!r}: {peer} is given twice")
         peers[peer] = _address(f"peer {peer}", address)
     return peers
-
-
-def _read(file: Path) -> Mapping[str, object]:
-    try:
-        return tomllib.loads(file.read_text())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file}: {error}") from error

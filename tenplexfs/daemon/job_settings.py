@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from tenplexfs.daemon.config import parse_size
+from tenplexfs.daemon.settings import parse_size
 from tenplexfs.errors import InvalidError
 from tenplexfs.formats.dataset_settings import begin_datasets
 from tenplexfs.formats.parallelizer_json import parse_parallelizer

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tenplexfs.daemon.config import EtcdAddress, etcd_address, load_config, parse_size
+from tenplexfs.daemon.config import EtcdAddress, etcd_address, load_config
+from tenplexfs.daemon.settings import parse_size
 from tenplexfs.errors import UsageError
 
 NOWHERE = Path("/nowhere/tenplexfs.toml")
