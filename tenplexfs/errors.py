@@ -166,7 +166,7 @@ def error_from_code(code: str, message: str, **details: object) -> TenplexError:
 
 
 def internal(raised: Exception) -> TenplexError:
-    """Returns what a boundary says of an error that nobody expected; one of ours, alone in groups, as it is."""
+    """Returns what a boundary says of an error that nobody expected; one of ours is as it is."""
     while isinstance(raised, ExceptionGroup) and len(raised.exceptions) == 1:
         raised = raised.exceptions[0]
     if isinstance(raised, TenplexError):

@@ -10,7 +10,7 @@ from tenplexfs.errors import NotFoundError, TenplexError
 @pytest.mark.parametrize(
     ("raised", "kind", "words"),
     [
-        (ValueError("65 dims"), TenplexError, "internal error: ValueError: 65 dims; the daemon's log has more"),
+        (ValueError("65 dims"), TenplexError, "internal error: ValueError: 65 dims; the daemon's log"),
         (ExceptionGroup("", [NotFoundError("no such job")]), NotFoundError, "no such job"),
     ],
 )
