@@ -7,16 +7,15 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import tenplexfs
-from tenplexfs.core.order import Order
 from tests.cluster.daemons import Daemon, Daemons, until
-from tests.runtime.cluster import write_safetensors
+from tests.cluster.trainers import Job, layout, order_of, rows_of
 from tests.storage.samples.conftest import RangeServer
 
 pytestmark = [
@@ -25,104 +24,11 @@ pytestmark = [
     pytest.mark.skipif(not os.access("/dev/fuse", os.R_OK | os.W_OK), reason="/dev/fuse is not there"),
 ]
 
-BATCH = 4
-
-
-def layout(
-    dp: int, *, batch: int = BATCH, nodes: dict[str, list[int]] | None = None, **dataset: object
-) -> str:
-    half = (dp + 1) // 2
-    spread = {"node0": list(range(half)), "node1": list(range(half, dp))}
-    return json.dumps(
-        {
-            "format": "tenplexfs-layout",
-            "version": 1,
-            "mesh": {"dp": dp},
-            "nodes": nodes or {node: ranks for node, ranks in spread.items() if ranks},
-            "tensors": {"w": {"shape": [4, 4], "dtype": "float32"}},
-            "dataset": {"axis": "dp", "global_batch": batch, **dataset},
-        }
-    )
-
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemons]:
     with Daemons(tmp_path_factory.mktemp("datasets"), 2) as daemons:
         yield daemons
-
-
-class Job:
-    """A job, and its ranks as trainers: each reads from its node's mount and saves there."""
-
-    def __init__(
-        self, two: Daemons, name: str, dp: int, *, with_state: bool = True, **layout_fields: object
-    ) -> None:
-        self.two, self.name, self.first = two, name, two.nodes[0]
-        self.reads: list[list[int]] = []
-        self.step = 0
-        self.first.ok("job", "create", name, "--layout", str(self.file(layout(dp, **layout_fields))))
-        if with_state:
-            model = two.base / "model.safetensors"
-            write_safetensors(model, {"w": np.ones((4, 4), np.float32)})
-            self.first.ok("import", name, str(model))
-
-    def file(self, text: str) -> Path:
-        path = self.two.base / f"{self.name}.layout.json"
-        path.write_text(text)
-        return path
-
-    def add(self, name: str, *sources: Path | str, by: int = 1, options: Sequence[str] = ()) -> str:
-        given = [part for source in sources for part in ("--source", str(source))]
-        message: str = self.two.nodes[by].ok("dataset", "add", self.name, name, *given, *options)["message"]
-        return message
-
-    def reconfigure(self, text: str) -> None:
-        self.first.ok("reconfigure", self.name, str(self.file(text)))
-
-    def root(self, node: int = 0) -> Path:
-        return self.two.nodes[node].mount / self.name
-
-    def data(self, name: str, rank: int = 0, epoch: int = 0) -> Path:
-        return self.root() / "dataset" / name / str(epoch) / str(rank)
-
-    def meta(self, name: str) -> dict[str, object]:
-        return json.loads((self.root() / "dataset" / name / "meta.json").read_text())
-
-    def ranks(self) -> list[Daemon]:
-        nodes = json.loads((self.root() / "job.json").read_text())["nodes"]
-        where = {rank: node for node in self.two.nodes for rank in nodes.get(node.name, ())}
-        return [where[rank] for rank in sorted(where)]
-
-    def train(self, steps: int, *, epoch: int | None = None) -> None:
-        """Each rank reads its part of `steps` batches; then all save."""
-        loaders = [
-            tenplexfs.Dataset(node.mount / self.name / "dataset/train", rank=rank, epoch=epoch)
-            for rank, node in enumerate(self.ranks())
-        ]
-        for batch in range(steps):
-            ids: list[int] = []
-            for loader in loaders:
-                part = loader[batch * loader.local_batch : (batch + 1) * loader.local_batch]
-                assert [sample[0] * 10 for sample in part] == [sample[1] for sample in part]
-                ids += [int(sample[0]) for sample in part]
-            self.reads.append(ids)
-        self.step += steps
-
-    def save(self, **how: object) -> None:
-        paths = [node.mount / self.name / "model" / str(rank) for rank, node in enumerate(self.ranks())]
-        states = [tenplexfs.load(path) for path in paths]
-        saves = [
-            tenplexfs.save(state, path, step=self.step, wait=False, **how)
-            for state, path in zip(states, paths, strict=True)
-        ]
-        for save in saves:
-            save.wait()
-
-
-def rows_of(base: Path, count: int, name: str = "rows.npy") -> Path:
-    rows = np.arange(count, dtype=np.int64)
-    np.save(base / name, np.stack([rows, rows * 10], axis=1))
-    return base / name
 
 
 def test_each_sample_once_in_the_order_of_one_rank_over_resizes_in_mid_epoch(two):
@@ -135,7 +41,7 @@ def test_each_sample_once_in_the_order_of_one_rank_over_resizes_in_mid_epoch(two
     planned = job.first.ok("plan", "--job", "once", str(job.file(layout(4))))["dataset"]["train"]
     assert (planned["degree"], planned["samples_left"]) == ({"old": 2, "new": 4}, 32)
     job.reconfigure(layout(4))
-    np.testing.assert_array_equal(np.load(job.data("train", 3) / "order.npy"), _order(40, 5, 0)[11::4])
+    np.testing.assert_array_equal(np.load(job.data("train", 3) / "order.npy"), order_of(40, 5, 0)[11::4])
     job.train(3)
     assert (
         json.loads((job.root() / "job.json").read_text())["datasets"]["train"]["consumed"] == 8
@@ -149,14 +55,10 @@ def test_each_sample_once_in_the_order_of_one_rank_over_resizes_in_mid_epoch(two
     assert job.meta("train")["cursor"] == {"epoch": 1, "consumed": 0, "global_batch": 4, "seed": 5}
     job.train(10)
     job.save()
-    wanted = [*_order(40, 5, 0), *_order(40, 5, 1)]
+    wanted = [*order_of(40, 5, 0), *order_of(40, 5, 1)]
     assert job.reads == [wanted[at : at + 4] for at in range(0, 80, 4)]
     for node in two.nodes:
         assert node.ok("dataset", "verify", "once", "train")["ranks"] == 1
-
-
-def _order(count: int, seed: int, epoch: int) -> list[int]:
-    return [int(sample) for sample in Order(count, seed, epoch).span(0, count)]
 
 
 def test_another_batch_and_a_cursor_that_a_save_gives(two):
@@ -194,7 +96,7 @@ def test_loaders_with_any_number_of_workers_see_one_stream_and_consume_nothing(t
         batches = loader.DataLoader(dataset, batch_size=dataset.local_batch, num_workers=workers)
         streams.append([batch[:, 0].tolist() for batch in batches])
     assert streams[0] == streams[1] == streams[2]
-    order = _order(60, 1, 0)
+    order = order_of(60, 1, 0)
     assert streams[0] == [order[at + 2 : at + 4] for at in range(4, 60, 4)]
     assert job.meta("train")["cursor"]["consumed"] == 4  # read three times, ahead and over
     fork = os.fork()
@@ -303,14 +205,14 @@ def test_tails_ranks_and_sets_that_are_not_split(two):
     job.add("drop", five, options=["--seed", "1"])
     job.add("keep", five, options=["--seed", "1", "--tail", "keep"])
     job.add("valid", five, options=["--unsplit"])
-    order = _order(5, 1, 0)
+    order = order_of(5, 1, 0)
     assert np.load(job.data("drop") / "order.npy").tolist() == order[:4]
     assert job.meta("drop")["dropped"] == order[4:]
     assert [len(batch) for batch in tenplexfs.Dataset(job.data("keep")).batches()] == [2, 2, 1]
     job.reconfigure(layout(2, batch=2))
     for rank in (0, 1):
         assert np.load(job.data("valid", rank) / "order.npy").tolist() == [0, 1, 2, 3, 4]
-        assert np.load(job.data("keep", rank, epoch=9) / "order.npy").tolist() == _order(5, 1, 9)[rank::2]
+        assert np.load(job.data("keep", rank, epoch=9) / "order.npy").tolist() == order_of(5, 1, 9)[rank::2]
     assert len(np.load(job.data("keep", 1) / "data.npy")) == 2
     for rank in (-1, 5):
         with pytest.raises(ValueError, match=f"rank {rank}: need 0 <= rank < 2"):
@@ -344,14 +246,14 @@ def test_a_dataset_that_is_removed_frees_its_name_and_then_its_index(two):
         for node in (0, 1):
             assert [each.name for each in (job.root(node) / "dataset").iterdir()] == ["valid"]
         file.seek(128)
-        assert np.frombuffer(file.read(32), np.int64)[::2].tolist() == _order(48, 5, 0)[:2]
+        assert np.frombuffer(file.read(32), np.int64)[::2].tolist() == order_of(48, 5, 0)[:2]
     assert np.load(job.data("valid") / "order.npy").tolist() == list(range(8))
     assert all(index.exists() for index in indexes)  # a step that is kept names it
     job.step += 1
     job.save()
     until(lambda: not any(index.exists() for index in indexes))
     job.add("train", other)
-    np.testing.assert_array_equal(np.load(job.data("train") / "order.npy")[:2], _order(16, 0, 0)[:2])
+    np.testing.assert_array_equal(np.load(job.data("train") / "order.npy")[:2], order_of(16, 0, 0)[:2])
     assert job.meta("train")["cursor"]["consumed"] == 0
 
 
@@ -383,7 +285,7 @@ def test_the_loader_of_tenplex_reads_its_own_layout(two):
     for number in range(20):
         np.savez(directory / f"{number:02}.npz", text=np.full(number + 1, number))
     job.add("train", directory, options=["--seed", "7"])
-    order = _order(20, 7, 0)
+    order = order_of(20, 7, 0)
 
     def read(rank: int) -> list[int]:
         """As `MLFSPath.filenames` walks, and the datasets read."""
@@ -437,7 +339,7 @@ def test_a_remote_source_is_fetched_ahead_and_peers_serve_it_after_a_resize(two)
             until(lambda node=node: _sample_bytes(node).get("source") == size * count / 2)
         asked = len(server.requests)
         job.reconfigure(layout(4, nodes={"node0": [0, 2], "node1": [1, 3]}))
-        order = _order(count, 0, 0)
+        order = order_of(count, 0, 0)
         for rank, node in enumerate(job.ranks()):
             loader = tenplexfs.Dataset(node.mount / "remote/dataset/train", rank=rank)
             for at in range(0, len(loader), 16):
@@ -449,7 +351,7 @@ def test_a_remote_source_is_fetched_ahead_and_peers_serve_it_after_a_resize(two)
             assert counts["peers"] > 0
         server.files.clear()  # nothing is asked of it any more: the nodes have all of it
         later = np.load(job.data("train", 0, epoch=3) / "data.npy")
-        np.testing.assert_array_equal(later, body[_order(count, 0, 3)[0::4]])
+        np.testing.assert_array_equal(later, body[order_of(count, 0, 3)[0::4]])
         job.first.ok("job", "remove", "remote")
     finally:
         server.close()
@@ -464,6 +366,6 @@ def test_a_killed_daemon_comes_back_with_its_datasets(two):
     node.wait()
     until((job.root(1) / "dataset/train/0/1/data.npy").exists)
     assert np.load(job.root(1) / "dataset/train/0/1/data.npy")[:, 0].tolist() == [
-        sample for at in range(0, 40, 4) for sample in _order(40, 6, 0)[at + 2 : at + 4]
+        sample for at in range(0, 40, 4) for sample in order_of(40, 6, 0)[at + 2 : at + 4]
     ]
     assert node.ok("dataset", "verify", "again", "train")["samples"] == 40

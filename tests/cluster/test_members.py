@@ -14,8 +14,8 @@ import pytest
 
 from tenplexfs.cli.client import Daemon as Client
 from tests.cluster.daemons import COMMAND, Daemon, Daemons, check, free_port, until
+from tests.cluster.ranks import all_do, ranks
 from tests.cluster.test_daemons import WHOLE, load, prepare
-from tests.cluster.test_save import all_do, ranks
 from tests.runtime.cluster import layout_json
 
 pytestmark = [

@@ -19,8 +19,8 @@ from tenplexfs._pb import control_pb2
 from tenplexfs.errors import InvalidError, TenplexError
 from tenplexfs.rpc.connection import Connection
 from tests.cluster.daemons import Daemon, Daemons, check, until
+from tests.cluster.ranks import all_do, ranks
 from tests.cluster.test_daemons import WHOLE, prepare
-from tests.cluster.test_save import all_do, ranks
 
 pytestmark = [
     pytest.mark.cluster,
