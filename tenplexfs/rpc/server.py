@@ -7,7 +7,6 @@ for its handler on the trio thread. The bytes of ranges never pass the trio thre
 from __future__ import annotations
 
 import errno
-import hmac
 import keyword
 import re
 import socket as sockets
@@ -26,9 +25,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from tenplexfs.errors import ExistsError, InvalidError, UnavailableError
+from tenplexfs.rpc.admission import Admission, NodeCheck, TokenCheck
 from tenplexfs.rpc.bulk import ENDPOINT
 from tenplexfs.rpc.bulk_server import BulkServer
-from tenplexfs.rpc.connection import NODE_KEY, OPTIONS, SERVICES
+from tenplexfs.rpc.connection import OPTIONS, SERVICES
 from tenplexfs.rpc.errors import answer
 from tenplexfs.rpc.handlers import (
     ControlHandler,
@@ -47,7 +47,9 @@ from tenplexfs.rpc.wire import FETCH, FetchRequest, with_sums
 
 __all__ = ["serve"]
 
-_THREAD_COUNT = 256
+_THREAD_COUNT = 1024
+_CONTROL_COUNT = 512
+"""Calls of Control that run at a time: watchers of jobs leave threads to the registry and to peers."""
 _AHEAD_COUNT = 16
 
 
@@ -138,6 +140,9 @@ async def serve(
                     stopping.start_soon(trio.to_thread.run_sync, each.stop, grace_s)
 
 
+_Admit = Callable[[grpc.ServicerContext], None]
+
+
 class _Server:
     """One gRPC server with its services, health and reflection."""
 
@@ -151,9 +156,9 @@ class _Server:
     ) -> None:
         """``ranges`` has their handler, and the port of the `BulkServer` that serves them as well."""
         self._pool = ThreadPoolExecutor(_THREAD_COUNT, thread_name_prefix="grpc")
-        interceptors: list[grpc.ServerInterceptor] = [] if token is None else [_TokenCheck(token)]
+        interceptors: list[grpc.ServerInterceptor] = [] if token is None else [TokenCheck(token)]
         if node is not None:
-            interceptors.append(_NodeCheck(node))
+            interceptors.append(NodeCheck(node))
         self._server = grpc.server(
             self._pool, interceptors=interceptors, options=OPTIONS, maximum_concurrent_rpcs=_THREAD_COUNT
         )
@@ -211,6 +216,7 @@ class _Edge:
     def service(self, descriptor: ServiceDescriptor, handler: object) -> grpc.GenericRpcHandler:
         """Returns the service of ``descriptor``, answered by the methods of ``handler`` of the same names."""
         methods = {}
+        admit = Admission(_CONTROL_COUNT).admit if descriptor is SERVICES["Control"] else _everybody
         for method in descriptor.methods:
             make, kind = (
                 (self._stream, grpc.unary_stream_rpc_method_handler)
@@ -219,7 +225,7 @@ class _Edge:
             )
             # The request is decoded behind the boundary: gRPC would answer INTERNAL to one that is malformed.
             methods[method.name] = kind(
-                make(getattr(handler, _python_name(method.name)), _decoder(method.input_type)),
+                make(getattr(handler, _python_name(method.name)), _decoder(method.input_type), admit),
                 response_serializer=method.output_type._concrete_class.SerializeToString,
             )
         return grpc.method_handlers_generic_handler(descriptor.full_name, methods)
@@ -240,9 +246,10 @@ class _Edge:
         return scope
 
     def _unary(
-        self, method: Callable[[Any], Awaitable[Message]], decode: Callable[[bytes], Message]
+        self, method: Callable[[Any], Awaitable[Message]], decode: Callable[[bytes], Message], admit: _Admit
     ) -> Callable[[bytes, Any], Message]:
         def serve_one(data: bytes, context: grpc.ServicerContext) -> Message:
+            answer(context, lambda: admit(context))
             request = answer(context, lambda: decode(data))
             scope = self._scope(context)
 
@@ -256,9 +263,13 @@ class _Edge:
         return serve_one
 
     def _stream(
-        self, method: Callable[[Any], AsyncIterator[Message]], decode: Callable[[bytes], Message]
+        self,
+        method: Callable[[Any], AsyncIterator[Message]],
+        decode: Callable[[bytes], Message],
+        admit: _Admit,
     ) -> Callable[[bytes, Any], Iterator[Message]]:
         def serve_many(data: bytes, context: grpc.ServicerContext) -> Iterator[Message]:
+            answer(context, lambda: admit(context))
             request = answer(context, lambda: decode(data))
             replies = self._replies(method, request, self._scope(context))
             while (reply := answer(context, lambda: next(replies, None))) is not None:
@@ -294,6 +305,10 @@ class _Edge:
             raise UnavailableError("the stream was cut off: this daemon is going away, or the caller has")
         if end[0] is not None:
             raise end[0]
+
+
+def _everybody(_: grpc.ServicerContext) -> None:
+    """Lets a call in."""
 
 
 def _decoder(kind: Descriptor) -> Callable[[bytes], Message]:
@@ -333,46 +348,6 @@ def _ranges_service(handler: RangesHandler, data_port: int) -> grpc.GenericRpcHa
         FETCH.split("/")[1],
         {name: grpc.unary_stream_rpc_method_handler(make) for name, make in methods.items()},
     )
-
-
-class _TokenCheck(grpc.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls that do not carry the token."""
-
-    def __init__(self, token: str) -> None:
-        self._wanted = f"Bearer {token}".encode()
-
-        def refuse(_: Message, context: grpc.ServicerContext) -> None:
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong")
-
-        self._refuse = grpc.unary_unary_rpc_method_handler(refuse)
-
-    def intercept_service(
-        self, continuation: Callable[[Any], Any], details: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler:
-        """Returns the handler of the call, or one that refuses."""
-        given = str(dict(details.invocation_metadata).get("authorization", ""))
-        return continuation(details) if hmac.compare_digest(given.encode(), self._wanted) else self._refuse
-
-
-class _NodeCheck(grpc.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls that are meant for another node: somewhere an address is wrong."""
-
-    def __init__(self, node: str) -> None:
-        self._node = node
-
-    def intercept_service(
-        self, continuation: Callable[[Any], Any], details: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler:
-        """Returns the handler of the call, or one that refuses."""
-        meant = dict(details.invocation_metadata).get(NODE_KEY, self._node)
-        if meant == self._node:
-            return continuation(details)
-
-        def refuse(_: Message, context: grpc.ServicerContext) -> None:
-            text = f"this is {self._node}, not {meant}: check the address of {meant}"
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
-
-        return grpc.unary_unary_rpc_method_handler(refuse)
 
 
 def _check_free(listen: str) -> None:

@@ -11,7 +11,7 @@ import trio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from tenplexfs._pb import control_pb2, control_pb2_grpc, local_pb2
+from tenplexfs._pb import control_pb2, control_pb2_grpc, local_pb2, peer_pb2
 from tenplexfs.errors import (
     ExistsError,
     InvalidError,
@@ -128,6 +128,31 @@ async def test_a_reader_that_leaves_closes_the_stream(connect):
         assert first.name == "gpt"
         stream.close()
         await control.closed.wait()
+
+
+async def test_watchers_of_jobs_leave_threads_to_peers(connect, monkeypatch):
+    monkeypatch.setattr("tenplexfs.rpc.server._CONTROL_COUNT", 2)
+    get = control_pb2.GetJobRequest(job="gpt")
+    async with running() as (address, _, _):
+        there = connect(address)
+        watched = [there.stream("Control/WatchJob", get, deadline_s=20) for _ in range(2)]
+        for stream in watched:
+            await trio.to_thread.run_sync(next, stream)
+        with pytest.raises(UnavailableError, match="2 calls run already, watchers of jobs above all"):
+            await asked(there, "Control/GetJob", get)
+        with pytest.raises(UnavailableError, match="2 calls run already"):
+            await streamed(there, "Control/WatchJob", get)
+        assert (await asked(there, "Peer/Hello", peer_pb2.HelloRequest())).node
+        watched[0].close()
+        with trio.fail_after(10):
+            while True:
+                try:
+                    await asked(there, "Control/GetJob", get)
+                except NotFoundError:
+                    break
+                except UnavailableError:
+                    continue
+        watched[1].close()
 
 
 async def test_deadline(connect):
