@@ -224,6 +224,7 @@ class View:
             "store": {
                 "path": str(store.path),
                 "used_bytes": store.used_bytes,
+                "spare_bytes": store.spare_bytes,
                 "limit_bytes": store.limit_bytes,
                 "past": [_held(past) for past in self._member.past() if not past.kept],
                 "kept": [_held(past) for past in self._member.past() if past.kept],

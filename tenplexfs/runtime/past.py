@@ -28,6 +28,7 @@ __all__ = ["GRACE_S", "Held", "Past", "Relief", "Shown", "job_memory_bytes", "ke
 KEEP_STEPS = 2
 # A walk that meets what was freed is walked once more by the kernel; two in a row would be an error.
 GRACE_S = 0.25
+_SPARE_S = 1800.0  # more than lies between two saves
 
 
 def keep_steps(settings_json: bytes) -> int:
@@ -156,7 +157,7 @@ class Past:
                 retired.released = True
 
     async def sweep(self) -> None:
-        """Frees what is not kept and what nobody holds."""
+        """Frees what is not kept and what nobody holds, and spare files for which nothing comes."""
         now_s = trio.current_time()
         for txid, retired in list(self._retired.items()):
             if txid in self._kept(retired.job):
@@ -168,9 +169,10 @@ class Past:
             is_held = age_s < self._grace_s or handles.files or (waited_for and age_s <= self._retain_s)
             if is_held or self._retired.get(txid) is not retired:  # another sweep may have been quicker
                 continue
-            now = self._shown.get(retired.job)
-            generation = retired.shown.head.snapshot.generation
-            await self._free(txid, recycle=now is not None and now.head.snapshot.generation == generation)
+            await self._free(txid)
+        if self._store.spare_bytes:
+            idle_s = _SPARE_S if self._shown else 0.0
+            await trio.to_thread.run_sync(self._store.free_spares, idle_s)
 
     async def relieve(self) -> bool:
         """Frees the oldest snapshot that nobody has a file of open, and returns whether there was one.
@@ -182,14 +184,14 @@ class Past:
         able = [txid for txid, retired in past if retired.released and not self._is_needed(txid)]
         for txid in able:
             if not self._handles(self._retired[txid].shown).files:
-                await self._free(txid, recycle=False)
+                await self._free(txid)
                 return True
         if self._spill is None:
             return False
         make = partial(spilled, directory=self._spill)
         for txid in able:
             if await self._tree.replace_contents(_slots(self._retired[txid].shown), make):
-                await self._free(txid, recycle=False)
+                await self._free(txid)
                 return True
         return False
 
@@ -210,7 +212,7 @@ class Past:
         count = keep_steps(shown.settings_json) if shown is not None else 1
         return txid in self._kept(job, count - 1)
 
-    async def _free(self, txid: TxId, *, recycle: bool) -> None:
+    async def _free(self, txid: TxId) -> None:
         retired = self._retired.pop(txid)
         shown, step = retired.shown, retired.shown.head.snapshot.step
         if step is not None and self._tree.slot(name := step_name(retired.job, step)) == shown.step_slot:
@@ -219,7 +221,7 @@ class Past:
         for slot in _slots(shown):
             self._tree.free(slot)
         shown.view.arrays.release()
-        await trio.to_thread.run_sync(partial(self._store.drop, retired.job, txid, recycle=recycle))
+        await trio.to_thread.run_sync(self._store.drop, retired.job, txid)
 
     async def _name(self, retired: _Retired) -> None:
         """Lists a kept step in the root, and takes the name from one that is not kept."""

@@ -372,7 +372,6 @@ class Saves:
         """The job shows ``head`` from now on, or is gone."""
         generation = head.snapshot.generation if head is not None else 0
         if self._generations.get(job, generation) != generation:  # other ranks have other sizes
-            self._nursery.start_soon(trio.to_thread.run_sync, self._store.free_spares)
             for where in [each for each in self._plans if each[0] == job]:
                 del self._plans[where]
         self._generations[job] = generation

@@ -1,7 +1,9 @@
 """The data files of a store: allocated whole before use, counted, mapped, unlinked when nothing names them.
 
-A file is never truncated or punched, and used again only when the kernel says that nobody has it open or
-mapped: what is mapped keeps its bytes for as long as it is mapped.
+A file is used again, or truncated, only when the kernel says that nobody has it open or mapped: what is
+mapped keeps its bytes for as long as it is mapped. What can be used again is *spare*: memory that is there
+already, under a new name, for whatever comes next, of any job and generation. It counts as free, and is freed
+when there is no room, or when nothing has come for a while.
 """
 
 from __future__ import annotations
@@ -10,12 +12,15 @@ import errno
 import mmap
 import os
 import threading
+import time
 import weakref
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tenplexfs.errors import CorruptError, NoRoomError, StaleError
 from tenplexfs.storage.directory import OBJECTS, SEGMENTS
@@ -38,6 +43,14 @@ class Pressure(Protocol):
         ...
 
 
+class _Spare(NamedTuple):
+    """A file that is nobody's, and since when."""
+
+    name: str
+    size: int
+    since_s: float
+
+
 class FileTable:
     """Which files there are, by name relative to the store, and how often each is named. Thread-safe.
 
@@ -45,16 +58,25 @@ class FileTable:
         root: Directory of the store.
         limit_bytes: What the files may take together, in whole pages.
         new_id: Gives a name that was never given before.
+        clock: Seconds that never go back.
 
     Attributes:
         pressure: Asked when there is no room; None is as if it could do nothing.
     """
 
-    def __init__(self, root: Path, *, limit_bytes: int, new_id: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        limit_bytes: int,
+        new_id: Callable[[], str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.pressure: Pressure | None = None
         self._root = root
         self._limit_bytes = limit_bytes
         self._new_id = new_id
+        self._clock = clock
         self._lock = threading.Lock()
         self._bytes: dict[str, int] = {}
         self._names: Counter[str] = Counter()
@@ -63,8 +85,7 @@ class FileTable:
         self._dying_bytes = 0
         self._unlinked: list[tuple[int, list[weakref.ref[mmap.mmap]]]] = []
         self._lingering: list[tuple[int, int]] = []  # unlinked, and held by other processes: size, descriptor
-        self._spares: dict[tuple[str, int], list[str]] = {}  # nobody's: kind and exact size -> names
-        self._spare_bytes = 0
+        self._spares: dict[str, _Spare] = {}  # by name, the oldest first
 
     def adopt(self, wanted: Mapping[str, int]) -> None:
         """Takes over the files of an earlier owner: ``wanted`` says which, and the least size of each.
@@ -93,6 +114,12 @@ class FileTable:
         with self._lock:
             return self._used()
 
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of files that are kept to be used again, and given back for whatever needs the room."""
+        with self._lock:
+            return sum(_pages(spare.size) for spare in self._spares.values())
+
     def allocate(self, wanted: Sequence[tuple[str, int]], *, recycle: bool = False) -> list[str]:
         """Makes a file for each (kind, size): all or none. They are zeros, and named once.
 
@@ -110,17 +137,20 @@ class FileTable:
             if used + needed > self._limit_bytes:
                 raise self._no_room(needed, used, "the limit")
             spares = self._take_spares(wanted) if recycle else {}
-            names = [spares.get(i) or self._new_name(kind) for i, (kind, _) in enumerate(wanted)]
-            self._free_spares(used + needed + self._spare_bytes - self._limit_bytes)
+            names = [
+                spares[i].name if i in spares else self._new_name(kind) for i, (kind, _) in enumerate(wanted)
+            ]
+            too_many = self._pop_spares(self._limit_bytes - used - needed)
             for name, (_, size) in zip(names, wanted, strict=True):
                 self._bytes[name] = _pages(size)
             self._names.update(names)
+        self._unlink(too_many)
         try:
             for i, (name, (_, size)) in enumerate(zip(names, wanted, strict=True)):
-                if i in spares:
-                    os.chmod(f"{self._root}/{name}", 0o600)  # noqa: PTH101 - a tenth of the time
-                else:
-                    self._make(self._root / name, size)
+                if i not in spares:
+                    self._when_room(partial(_make, self._root / name, size))
+                elif spares[i].size != size:
+                    self._when_room(partial(_resize, self._root / name, spares[i].size, size))
         except OSError as error:
             self.let_go(names)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -153,41 +183,67 @@ class FileTable:
             self._used()
             return {os.fstat(fd).st_ino for _, fd in self._lingering}
 
-    def free_spares(self) -> None:
-        """Unlinks the files that are kept for the next save."""
+    def free_spares(self, idle_s: float = 0.0) -> bool:
+        """Unlinks what nothing has come for in ``idle_s``; returns whether there was anything."""
+        until_s = self._clock() - idle_s
         with self._lock:
-            self._free_spares(self._spare_bytes)
+            idle = [spare for spare in self._spares.values() if spare.since_s <= until_s]
+            for spare in idle:
+                del self._spares[spare.name]
+        self._unlink(idle)
+        return bool(idle)
 
-    def _make(self, path: Path, size: int) -> None:
+    def _when_room(self, make: Callable[[], None]) -> None:
+        """Makes a file, without any that are spare where the file system is full."""
         try:
-            _make(path, size)
+            make()
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._spare_bytes:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self.free_spares():
                 raise
-            path.unlink(missing_ok=True)
-            self.free_spares()
-            _make(path, size)
+            make()
 
-    def _take_spares(self, wanted: Sequence[tuple[str, int]]) -> dict[int, str]:
-        """Returns which of ``wanted`` get which spare file."""
-        taken: dict[int, str] = {}
-        for i, (kind, size) in enumerate(wanted):
-            spares = self._spares.get((kind, size))
-            if spares:
-                taken[i] = spares.pop()
-                self._spare_bytes -= _pages(size)
+    def _take_spares(self, wanted: Sequence[tuple[str, int]]) -> dict[int, _Spare]:
+        """Returns which of ``wanted`` get which spare file: of their size, else of about their size."""
+        known: dict[tuple[str, int], list[_Spare]] = {}
+        for spare in self._spares.values():
+            known.setdefault((spare.name.partition("/")[0], spare.size), []).append(spare)
+        taken: dict[int, _Spare] = {}
+
+        def take(i: int, key: tuple[str, int]) -> None:
+            taken[i] = known[key].pop()  # the one that was used last: what is too many grows old
+            del self._spares[taken[i].name]
+            if not known[key]:
+                del known[key]
+
+        for i, key in enumerate(wanted):
+            if key in known:
+                take(i, key)
+        sizes = sorted(known)
+        for i, (kind, size) in enumerate(wanted) if sizes else ():
+            if i in taken:
+                continue
+            at = bisect_left(sizes, (kind, size))
+            near = sizes[max(0, at - 1) : at + 1]
+            near = [key for key in near if key[0] == kind and size <= 2 * key[1] <= 4 * size]
+            if near:
+                take(i, near[-1])  # the smallest that is big enough, else the biggest
+                if near[-1] not in known:
+                    sizes.remove(near[-1])
         return taken
 
-    def _free_spares(self, at_least_bytes: int) -> None:
-        """Unlinks spare files of so many bytes, the biggest first."""
-        for key in sorted(self._spares, key=lambda key: -key[1]):
-            names = self._spares[key]
-            while names and at_least_bytes > 0:
-                (self._root / names.pop()).unlink(missing_ok=True)
-                self._spare_bytes -= _pages(key[1])
-                at_least_bytes -= _pages(key[1])
-            if not names:
-                del self._spares[key]
+    def _pop_spares(self, room_bytes: int) -> list[_Spare]:
+        """Takes the oldest until the others have so much room."""
+        size = sum(_pages(spare.size) for spare in self._spares.values())
+        popped: list[_Spare] = []
+        while size > room_bytes and self._spares:
+            spare = self._spares.pop(next(iter(self._spares)))
+            size -= _pages(spare.size)
+            popped.append(spare)
+        return popped
+
+    def _unlink(self, spares: Iterable[_Spare]) -> None:
+        for spare in spares:
+            (self._root / spare.name).unlink(missing_ok=True)
 
     def hold(self, names: Iterable[str]) -> None:
         """Names each of ``names`` once more.
@@ -207,7 +263,7 @@ class FileTable:
 
         Args:
             names: Files.
-            recycle: What nobody has open or mapped is kept, for `allocate` to use again.
+            recycle: What nobody has open or mapped is kept as it is, for `allocate` to use again.
         """
         dead: dict[str, int] = {}
         with self._lock:
@@ -224,33 +280,36 @@ class FileTable:
                 maps = self._writers.pop(name, [])
                 if (reader := self._maps.pop(name, None)) is not None:
                     maps.append(weakref.ref(reader))
-                spare_bytes, fd = ends[name]
-                if spare_bytes is not None:
-                    kind = name.partition("/")[0]
-                    self._spares.setdefault((kind, spare_bytes), []).append(name)
-                    self._spare_bytes += size
+                spare, fd = ends[name]
+                if spare is not None:
+                    self._spares[spare.name] = spare
                 elif fd is not None:
                     self._lingering.append((size, fd))
                 else:
                     self._unlinked.append((size, maps))
 
-    def _end(self, name: str, *, recycle: bool) -> tuple[int | None, int | None]:
+    def _end(self, name: str, *, recycle: bool) -> tuple[_Spare | None, int | None]:
         """Unlinks a file, unless it can be used again.
 
         Returns:
-            The size of what can, and a descriptor of what another process still has.
+            What can, under a name that nobody knows, and a descriptor of what another process still has.
         """
         path = f"{self._root}/{name}"
         with self._lock:
             own = name in self._maps or any(ref() is not None for ref in self._writers.get(name, ()))
+        recycle = recycle and not own
+        spare = self._new_name(name.partition("/")[0]) if recycle else name
         try:
+            if recycle:
+                os.rename(path, path := f"{self._root}/{spare}")  # noqa: PTH104
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return None, None
         try:
             alone = not own and is_alone(fd)
             if alone and recycle:
-                return os.fstat(fd).st_size, None
+                os.fchmod(fd, 0o600)
+                return _Spare(spare, os.fstat(fd).st_size, self._clock()), None
             with suppress(FileNotFoundError):
                 os.unlink(path)  # noqa: PTH108
             if not alone and not own:
@@ -319,6 +378,20 @@ def _make(path: Path, size: int) -> None:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, size)
+    except OSError:
+        path.unlink()
+        raise
+    finally:
+        os.close(fd)
+
+
+def _resize(path: Path, before: int, size: int) -> None:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if size < before:
+            os.ftruncate(fd, size)
+        else:
+            os.posix_fallocate(fd, 0, size)
     finally:
         os.close(fd)
 

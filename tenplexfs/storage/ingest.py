@@ -20,7 +20,7 @@ from tenplexfs.formats import npy
 from tenplexfs.formats.manifest import ArrayRef, StoredSnapshot
 from tenplexfs.storage.directory import OBJECTS, SEGMENTS, Directory
 from tenplexfs.storage.files import FileTable
-from tenplexfs.storage.sums import as_bytes, box_sums, byte_blocks, piece_boxes
+from tenplexfs.storage.sums import as_bytes, box_sums, byte_blocks, piece_boxes, zero_boxes
 from tenplexfs.storage.writers import FileWriter, MapWriter, Writer
 
 if TYPE_CHECKING:
@@ -99,9 +99,9 @@ class Ingest:
         self.drop()
 
     def reserve(self, wanted: Sequence[Wanted]) -> None:
-        """Takes the room for ``wanted``, filled with zeros.
+        """Takes the room for ``wanted``, of any content: every element will be written, padding by `seal`.
 
-        Cost: The file system zeroes the pages; no system call for each small array.
+        Cost: The file system zeroes pages that are fresh; no system call for each small array.
 
         Raises:
             NoRoomError: There is no room; the message has the numbers. Nothing was taken.
@@ -112,7 +112,7 @@ class Ingest:
         self._check_new(key for one in wanted for key in one.keys)
         sizes, places = lay_out(wanted)
         self._check_room(sum(size for _, size in sizes), self._held)
-        names = self._files.allocate(sizes)
+        names = self._files.allocate(sizes, recycle=True)
         self._held.update(names)
         self._fresh += names
         for one, (file, offset) in zip(wanted, places, strict=True):
@@ -142,9 +142,7 @@ class Ingest:
 
     def array(self, key: Key) -> npt.NDArray[np.generic]:
         """Returns the local array under ``key``, to be written until the ingest is sealed, not after."""
-        ref = self._writable(key)
-        mapped = self._map(ref.file)
-        return np.ndarray(ref.shape, dtype_of(ref.dtype), buffer=mapped, offset=ref.offset + ref.header_bytes)
+        return self._array(self._writable(key))
 
     def pwrite(
         self, key: Key, offset_bytes: int, data: bytes | bytearray | memoryview | npt.NDArray[np.generic]
@@ -216,7 +214,7 @@ class Ingest:
     def seal(
         self, pieces: Mapping[Key, Shard], *, sums: Mapping[Key, tuple[int, ...]] | None = None
     ) -> StoredSnapshot:
-        """Sums up the pieces, makes the files read-only, and writes the snapshot into the manifest as staged.
+        """Zeroes padding, sums up the pieces, makes the files read-only, and writes the manifest, as staged.
 
         Args:
             pieces: The shard under each key. Keys that share an array need one entry between them; an
@@ -276,6 +274,8 @@ class Ingest:
         boxes = self._boxes_of(shard)
         if not slot.fresh and boxes == ref.boxes:
             return ref
+        if slot.fresh and shard.padding:
+            zero_boxes(self._array(ref), shard.padding)
         if sums is None:
             sums = self._sums(ref, boxes)
         if len(sums) != len(boxes):
@@ -287,6 +287,10 @@ class Ingest:
         if known is None:
             known = self._boxes[id(shard)] = (shard, piece_boxes(shard))
         return known[1]
+
+    def _array(self, ref: ArrayRef) -> npt.NDArray[np.generic]:
+        begin = ref.offset + ref.header_bytes
+        return np.ndarray(ref.shape, dtype_of(ref.dtype), buffer=self._map(ref.file), offset=begin)
 
     def _sums(self, ref: ArrayRef, boxes: tuple[Region, ...]) -> tuple[int, ...]:
         mapped = self._maps.get(ref.file) or self._files.map(ref.file)

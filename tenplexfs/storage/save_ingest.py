@@ -24,11 +24,12 @@ from tenplexfs.storage.directory import OBJECTS, SEGMENTS, Directory
 from tenplexfs.storage.files import FileTable
 from tenplexfs.storage.holders import has_writer
 from tenplexfs.storage.ingest import Key
-from tenplexfs.storage.sums import box_sums
+from tenplexfs.storage.sums import box_sums, zero_boxes
 
 __all__ = ["RankFiles", "SaveIngest"]
 
 _BLOCK_BYTES = 1 << 18  # stays in the cache of its core
+_BLANKED = 1024  # at a time, for other threads wait for it
 
 
 @dataclass(eq=False)
@@ -95,12 +96,18 @@ class SaveIngest:
         return made
 
     def hand_out(self, part: RankFiles, numbers: Sequence[int]) -> list[int]:
-        """Opens files for whoever fills them, and closes the descriptors."""
+        """Opens files for whoever fills them, and closes the descriptors.
+
+        Headers that an earlier use may have left are blanked: what is never written is never taken for it.
+        """
         self._check_open()
         fds: list[int] = []
         try:
             for number in numbers:
                 fds.append(self._opened(part.names[number], os.O_RDWR))
+                if number not in part.handed:
+                    slots = part.arrangement.slots
+                    _blank(fds[-1], [slots[i].offset for i in part.arrangement.in_file[number]])
         except BaseException:
             for fd in fds:
                 os.close(fd)
@@ -166,7 +173,7 @@ class SaveIngest:
             part.sums.update(_map_sums(fd, slots))
 
     def _opened(self, name: str, flags: int) -> int:
-        """Opens a file that is held: once it is dropped it may be another save's under the same name."""
+        """Opens a file that is held: once it is dropped it may be another save's."""
         with self._lock:
             self._check_open()
             return os.open(self._path(name), flags | os.O_CLOEXEC)
@@ -285,6 +292,18 @@ def _kept(part: RankFiles, number: int) -> tuple[RankFiles, int]:
     return part, number
 
 
+def _blank(fd: int, offsets: Sequence[int]) -> None:
+    """Makes what begins at ``offsets`` no headers."""
+    if len(offsets) == 1:
+        os.pwrite(fd, b"\0", offsets[0])
+        return
+    with mmap.mmap(fd, 0) as mapped:
+        array = np.frombuffer(mapped, np.uint8)
+        for at in range(0, len(offsets), _BLANKED):
+            array[offsets[at : at + _BLANKED]] = 0
+        del array
+
+
 def _zero_padding(path: str, slots: Sequence[Slot]) -> None:
     """Zeroes the padding of arrays in a file that nobody else can write into."""
     file = Path(path)
@@ -300,10 +319,7 @@ def _zero_padding(path: str, slots: Sequence[Slot]) -> None:
 
 def _zero(mapped: mmap.mmap, slot: Slot) -> None:
     begin = slot.offset + len(slot.header)
-    array = np.ndarray(slot.shape, dtype_of(slot.dtype), buffer=mapped, offset=begin)
-    for box in slot.padding:
-        within = array if box.ndim == array.ndim else array.reshape(-1)
-        within[box.as_slices()] = 0
+    zero_boxes(np.ndarray(slot.shape, dtype_of(slot.dtype), buffer=mapped, offset=begin), slot.padding)
 
 
 def _file_sum(fd: int, slot: Slot, block: bytearray) -> int:

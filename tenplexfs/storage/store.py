@@ -6,6 +6,7 @@ import os
 import resource
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -62,7 +63,6 @@ class _Entry:
     files: frozenset[str]
     pins: int = 0
     named: bool = True
-    recycle: bool = False
 
 
 class Store:
@@ -100,6 +100,7 @@ class Store:
         node: str,
         limit_bytes: int,
         new_id: Callable[[], str] = lambda: secrets.token_hex(8),
+        clock: Callable[[], float] = time.monotonic,
     ) -> Store:
         """Opens the store at ``path``, or begins one; what a crash left half done is deleted.
 
@@ -118,7 +119,7 @@ class Store:
             data = directory.read_manifest()
             with _naming(directory.path):
                 found = Manifest(node, new_id(), ()) if data is None else manifest.decode(data)
-            files = FileTable(directory.path, limit_bytes=limit_bytes, new_id=new_id)
+            files = FileTable(directory.path, limit_bytes=limit_bytes, new_id=new_id, clock=clock)
             store = cls(directory, files, node=node, incarnation=found.incarnation, limit_bytes=limit_bytes)
             store._load(found)
             if data is None:
@@ -185,7 +186,7 @@ class Store:
     ) -> SaveIngest:
         """Returns the same for what training processes write.
 
-        Sealing it replaces a staged one of that txid, which until then may be what the job's head names.
+        Sealing it replaces a staged one of that txid, which may be what the job's head names until then.
         """
         stored = StoredSnapshot(job, snapshot, False, layout_json, created_ns, {}, settings_json)
         parts = self._parts(job, limit_bytes)
@@ -223,12 +224,7 @@ class Store:
                 )
 
     def room_bytes(self, job: JobName, limit_bytes: int | None) -> int:
-        """Returns what ``job`` can take without anything being freed.
-
-        Args:
-            job: Name of the job.
-            limit_bytes: What all its snapshots and copies may take together.
-        """
+        """Returns what ``job``, whose snapshots and copies may take ``limit_bytes``, can take as it is."""
         room = self.limit_bytes - self.used_bytes
         if limit_bytes is not None:
             with self._lock:
@@ -249,9 +245,14 @@ class Store:
         """Returns whether that is a file of a dropped snapshot which another process still has."""
         return device == self._device and inode in self._files.lingering()
 
-    def free_spares(self) -> None:
-        """Gives back the files that are kept for the next save."""
-        self._files.free_spares()
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes that are allocated and no snapshot's: they go as soon as there is no room without."""
+        return self._files.spare_bytes
+
+    def free_spares(self, idle_s: float = 0.0) -> None:
+        """Gives back the files that are kept to be used again, and for which nothing came for so long."""
+        self._files.free_spares(idle_s)
 
     def commit(self, job: str, txid: str) -> None:
         """Makes a staged snapshot a committed one; nothing where it is that already.
@@ -271,11 +272,11 @@ class Store:
                 entry.stored = before
                 raise
 
-    def drop(self, job: str, txid: str, *, recycle: bool = False) -> None:
+    def drop(self, job: str, txid: str) -> None:
         """Takes a snapshot out of the manifest; nothing where there is none.
 
-        Its files are unlinked as far as no other snapshot names them, once nobody pins it; with ``recycle``,
-        those that nobody has mapped are kept for the next save.
+        Its files are unlinked as far as no other snapshot names them, once nobody pins it; those that nobody
+        has open or mapped are kept to be used again.
         """
         with self._lock:
             entry = self._entries.get((job, txid))
@@ -284,7 +285,6 @@ class Store:
             self._write(other for other in self._entries.values() if other is not entry)
             del self._entries[(job, txid)]
             entry.named = False
-            entry.recycle = recycle
         self._free(entry)
 
     def arrays(self, stored: StoredSnapshot) -> SnapshotArrays:
@@ -326,6 +326,7 @@ class Store:
 
     def close(self) -> None:
         """Gives the directory up; maps stay valid. Snapshots that are staged stay staged."""
+        self._files.free_spares()
         self._directory.close()
 
     def _load(self, found: Manifest) -> None:
@@ -356,20 +357,26 @@ class Store:
             self._entries.pop(key, None)
             self._entries[key] = entry
             if before is not None:
-                before.named, before.recycle = False, True
+                before.named = False
         if before is not None:
             self._free(before)
 
     def _write(self, entries: Iterable[_Entry]) -> None:
         snapshots = tuple((entry.stored.committed, entry.blob) for entry in entries)
-        self._directory.write_manifest(manifest.encode(Manifest(self.node, self.incarnation, snapshots)))
+        data = manifest.encode(Manifest(self.node, self.incarnation, snapshots))
+        try:
+            self._directory.write_manifest(data)
+        except NoRoomError:
+            if not self._files.free_spares():
+                raise
+            self._directory.write_manifest(data)
 
     def _free(self, entry: _Entry) -> None:
         with self._lock:
             if entry.named or entry.pins:
                 return
             files, entry.files = entry.files, frozenset()
-        self._files.let_go(files, recycle=entry.recycle)
+        self._files.let_go(files, recycle=True)
 
     def _entry(self, job: str, txid: str) -> _Entry:
         entry = self._entries.get((job, txid))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +15,7 @@ from tenplexfs.errors import InvalidError
 if TYPE_CHECKING:
     from tenplexfs.core.ptc import Shard
 
-__all__ = ["as_bytes", "box_sums", "byte_blocks", "piece_boxes", "piece_sums"]
+__all__ = ["as_bytes", "box_sums", "byte_blocks", "piece_boxes", "piece_sums", "zero_boxes"]
 
 _BLOCK_BYTES = 1 << 20
 
@@ -58,6 +58,13 @@ def box_sums(array: npt.NDArray[np.generic], boxes: Sequence[Region]) -> tuple[i
             state.update(block)
         sums.append(state.intdigest())
     return tuple(sums)
+
+
+def zero_boxes(array: npt.NDArray[np.generic], boxes: Iterable[Region]) -> None:
+    """Zeroes boxes of ``array``; those of one dim are of the raveled array."""
+    for box in boxes:
+        within = array if box.ndim == array.ndim else array.reshape(-1)
+        within[box.as_slices()] = 0
 
 
 def as_bytes(array: npt.NDArray[np.generic]) -> memoryview:

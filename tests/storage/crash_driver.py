@@ -21,36 +21,46 @@ SHAPES = {"big": (300, 1000), "small": (5, 3), "empty": (0, 3), "scalar": (), "l
 LIMIT = 64 << 20
 
 
+def shape_of(txid, path):
+    """Returns a shape that changes, so that files that are used again are cut and grown."""
+    return (200 + 100 * (ord(txid) % 3), 1000) if path == "big" and txid > "b" else SHAPES[path]
+
+
 def content(txid, path):
     seed = int.from_bytes(f"{txid}{path}".encode(), "little")
-    return np.random.default_rng(seed).random(SHAPES[path], "f4")
+    return np.random.default_rng(seed).random(shape_of(txid, path), "f4")
 
 
-def whole(path):
-    shape = SHAPES[path]
+def whole(txid, path):
+    shape = shape_of(txid, path)
     return Shard(shape, (Piece(Region((0,) * len(shape), shape), (0,) * len(shape)),))
 
 
 def work(root, say):
-    """Makes snapshots a, b, c, ..., each sharing ``last`` with the first, and drops all but two."""
+    """Makes snapshots a, b, c, ..., each sharing ``last`` with the first, and drops all but two.
+
+    What is dropped is used again.
+    """
     store = Store.open(root, node="n", limit_bytes=LIMIT)
     first = None
-    for number, txid in enumerate("abcd"):
+    for number, txid in enumerate("abcde"):
         say(f"seal {txid}")
         with store.ingest(JobName("j"), SnapshotId(1, number, TxId(txid)), txid.encode(), 1) as ingest:
             paths = [path for path in SHAPES if first is None or path != "last"]
-            ingest.reserve([Wanted(((0, path), (1, path)), SHAPES[path], "float32") for path in paths])
+            ingest.reserve(
+                [Wanted(((0, path), (1, path)), shape_of(txid, path), "float32") for path in paths]
+            )
             if first is not None:
                 ingest.share([(0, "last"), (1, "last")], first)
             for path in paths:
                 ingest.pwrite((0, path), 0, content(txid, path))
-            stored = ingest.seal({(0, path): whole(path) for path in SHAPES})
+            stored = ingest.seal({(0, path): whole(txid, path) for path in SHAPES})
         first = stored.arrays[(0, "last")]
         say(f"commit {txid}")
         store.commit("j", txid)
         if number >= 2:
-            say(f"drop {'abcd'[number - 2]}")
-            store.drop("j", "abcd"[number - 2])
+            say(f"drop {'abcde'[number - 2]}")
+            store.drop("j", "abcde"[number - 2])
     say("end")
 
 
@@ -125,7 +135,7 @@ def main():
     kills = 0
     event = 0
     while True:
-        event += 1 if event < 60 else rng.randint(1, 5)
+        event += 1 if event < 60 else rng.randint(1, 8)
         said = round_of(root, event, None) if mode == "audit" else round_of(root, 0, rng.uniform(0, 0.05))
         check(root, said)
         kills += "end" not in said

@@ -59,6 +59,10 @@ def fill_files(ingest, part, fill: int, *, headers: bool = True) -> None:
     assert ingest.settle(part, numbers) == []
 
 
+def inodes(store: Store, names) -> set[int]:
+    return {(store.path / name).stat().st_ino for name in names}
+
+
 def save(store: Store, step: int, fill: int):
     """Saves all of both ranks; returns the stored snapshot, and the inodes of its files."""
     txid = f"{next(NUMBERS):016x}"
@@ -70,7 +74,7 @@ def save(store: Store, step: int, fill: int):
     ingest.join([[(parts[0], 0), (parts[1], 0)], [(parts[0], 2), (parts[1], 2)]])
     stored = ingest.seal()
     store.commit("j", txid)
-    return stored, {(store.path / ref.file).stat().st_ino for ref in stored.arrays.values()}
+    return stored, inodes(store, {ref.file for ref in stored.arrays.values()})
 
 
 def test_replicas_are_stored_once_padding_is_zero_and_sums_hold(store):
@@ -88,7 +92,7 @@ def test_replicas_are_stored_once_padding_is_zero_and_sums_hold(store):
 
 def test_dropped_files_are_used_again_and_hold_the_new_bytes(store):
     first, before = save(store, 1, 7)
-    store.drop("j", first.id.txid, recycle=True)
+    store.drop("j", first.id.txid)
     assert store.used_bytes == 0
     second, after = save(store, 2, 9)
     assert len(before & after) >= 3
@@ -106,7 +110,7 @@ def test_a_file_that_somebody_has_mapped_is_never_used_again_and_counts_until_it
     mapped = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
     os.close(fd)
     used = store.used_bytes
-    store.drop("j", first.id.txid, recycle=True)
+    store.drop("j", first.id.txid)
     assert 2 * MIB < store.used_bytes < used
     second, after = save(store, 2, 9)
     assert inode not in after
@@ -131,6 +135,45 @@ def test_what_was_not_written_is_never_sealed(store, which):
         ingest.settle(part, range(len(part.names)))
     ingest.drop()
     assert store.used_bytes == 0
+
+
+@pytest.mark.parametrize("lost", range(3))
+def test_what_an_earlier_save_left_in_a_file_is_never_taken_for_what_a_client_wrote(store, lost):
+    first, before = save(store, 1, 7)
+    store.drop("j", first.id.txid)
+    ingest = store.save_ingest("j", SnapshotId(1, 2, "f" * 16), LAYOUT, 1, settings_json=b"")
+    part = ingest.reserve(arrangement_of(0))
+    assert inodes(store, part.names) <= before
+    numbers = range(len(part.names))
+    file = part.arrangement.slots[lost].file
+    for number, fd in zip(numbers, ingest.hand_out(part, numbers), strict=True):
+        for i in part.arrangement.in_file[number] if number != file else ():
+            slot = part.arrangement.slots[i]
+            os.pwrite(fd, slot.header + bytes(slot.nbytes), slot.offset)
+        os.close(fd)
+    with pytest.raises(InvalidError, match=f"rank 0, {'wpb'[lost]}: never came"):
+        ingest.settle(part, numbers)
+    ingest.drop()
+    assert store.used_bytes == 0
+
+
+def test_of_many_in_one_file_each_must_be_written_again(store):
+    layout = LAYOUT.replace(b'"w": {', b'"v": {"shape": [3], "dtype": "int8"}, "w": {')
+    ptc = build_ptc(parse_layout(layout))
+    arrangement = arrange([(((0, path),), ptc.shard(0, path), ptc.tensors[path].dtype) for path in "bv"])
+    for step, written in ((1, (0, 1)), (2, (1,))):
+        ingest = store.save_ingest("j", SnapshotId(1, step, f"{step:016x}"), layout, 1, settings_json=b"")
+        part = ingest.reserve(arrangement)
+        (fd,) = ingest.hand_out(part, [0])
+        for slot in (arrangement.slots[i] for i in written):
+            os.pwrite(fd, slot.header + bytes(slot.nbytes), slot.offset)
+        os.close(fd)
+        if step == 2:
+            with pytest.raises(InvalidError, match="rank 0, b: never came"):
+                ingest.settle(part, [0])
+        else:
+            assert ingest.settle(part, [0]) == []
+        ingest.drop()
 
 
 def test_what_somebody_can_still_write_is_copied_away(store):
@@ -169,7 +212,7 @@ def test_arrays_that_are_equal_by_several_names_are_kept_once(store):
 
 def test_spare_files_make_room_for_others(store):
     first, _ = save(store, 1, 7)
-    store.drop("j", first.id.txid, recycle=True)
+    store.drop("j", first.id.txid)
     ingest = store.ingest("j", SnapshotId(2, 1, "f" * 16), LAYOUT, 1)
     ingest.reserve([Wanted(((0, "x"),), (31 * MIB,), "int8")])
     held = sum(file.stat().st_blocks * 512 for file in (store.path / "objects").iterdir())
@@ -205,6 +248,7 @@ def test_a_save_that_is_given_up_touches_no_file_that_is_used_again(store, late)
     given_up = store.save_ingest("j", SnapshotId(1, 1, "e" * 16), LAYOUT, 1, settings_json=b"")
     padded = given_up.reserve(arrangement_of(1))
     numbers = range(len(padded.names))
+    before = inodes(store, padded.names)
     fill_files(given_up, padded, 5)
     next_one = store.save_ingest("j", SnapshotId(1, 1, "f" * 16), LAYOUT, 1, settings_json=b"")
     parts = []
@@ -219,7 +263,7 @@ def test_a_save_that_is_given_up_touches_no_file_that_is_used_again(store, late)
 
     with pytest.raises(PreconditionError, match="dropped"):
         getattr(given_up, late)(padded, DroppedInTheMiddle(numbers))
-    assert set(parts[0].names) & set(padded.names)
+    assert inodes(store, parts[0].names) & before
     assert next_one.settle(parts[0], range(len(parts[0].names))) == []
     stored = next_one.seal()
     with store.arrays(stored) as arrays:
