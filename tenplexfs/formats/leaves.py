@@ -13,6 +13,7 @@ import pickle
 import struct
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -23,6 +24,7 @@ from tenplexfs.errors import CorruptError, InvalidError
 __all__ = [
     "NOT_A_LEAF",
     "Leaf",
+    "Pickled",
     "decode_leaf",
     "encode_leaf",
     "is_named_tuple",
@@ -42,6 +44,18 @@ _EMPTY_MAPS: dict[str, Callable[[], object]] = {
     "Counter": collections.Counter,
     "Namespace": argparse.Namespace,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Pickled:
+    """An object that somebody else has pickled, and that is not made here.
+
+    Attributes:
+        kind: Its class, as ``module.name``.
+    """
+
+    kind: str
+    data: bytes
 
 
 def encode_leaf(value: object, *, pickled: bool, refuse: bool) -> Leaf:
@@ -81,6 +95,9 @@ def encode_leaf(value: object, *, pickled: bool, refuse: bool) -> Leaf:
             return {_TAG: "torch.Size", "items": list(cast("Sequence[int]", value))}
         if kind.__name__ in ("dtype", "device"):
             return {_TAG: f"torch.{kind.__name__}", "name": str(value).removeprefix("torch.")}
+    if kind is Pickled:
+        made = cast(Pickled, value)
+        return {_TAG: "pickle", "class": made.kind, "base64": _base64(made.data)}
     if pickled:
         return _pickle(value)
     if refuse:

@@ -29,14 +29,21 @@ from tenplexfs.runtime.orders import StageOrder
 from tenplexfs.runtime.past import job_memory_bytes
 from tenplexfs.runtime.save_parts import RankPlan, join_replicas, plan_rank
 from tenplexfs.runtime.tasks import run_all
-from tenplexfs.storage.store import RankFiles, Store
+from tenplexfs.storage.store import RankFiles, SaveIngest, Store
 
-__all__ = ["Saves"]
+__all__ = ["Reserve", "Saves"]
 
 log = logging.getLogger(__name__)
 
 _WRITER_TRIES_S = (0.0, 0.01, 0.05, 0.2)
 _MAX_SUM_TASKS = 4  # of one rank
+
+Reserve = Callable[[SaveIngest, RankPlan], RankFiles]
+"""Takes room for the tensors of a rank in a save."""
+
+
+def _reserve(ingest: SaveIngest, plan: RankPlan) -> RankFiles:
+    return ingest.reserve(plan.arrangement)
 
 
 class Saves:
@@ -69,8 +76,8 @@ class Saves:
 
     # What training processes do.
 
-    async def begin(self, request: SaveRequest) -> RankSave:
-        """Takes room for a rank's tensors.
+    async def begin(self, request: SaveRequest, reserve: Reserve = _reserve) -> RankSave:
+        """Takes room for a rank's tensors, by ``reserve``, in a thread.
 
         Raises:
             InvalidError: They do not fit the layout; every one that does not is named.
@@ -88,7 +95,7 @@ class Saves:
             attempt.check()
             attempt.reserving_count += 1
             try:
-                rank.files = await trio.to_thread.run_sync(attempt.ingest.reserve, plan.arrangement)
+                rank.files = await trio.to_thread.run_sync(reserve, attempt.ingest, plan)
             finally:
                 attempt.reserving_count -= 1
                 attempt.touch()

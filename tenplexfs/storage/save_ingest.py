@@ -95,6 +95,25 @@ class SaveIngest:
             self._parts.append(made)
         return made
 
+    def adopt(self, other: SaveIngest, part: RankFiles) -> None:
+        """Takes the files of a rank from another save of this store, which has them no more.
+
+        Raises:
+            PreconditionError: One of the two was sealed or dropped; the files are given back.
+        """
+        with other._lock:
+            other._check_open()
+            other._held.difference_update(part.names)
+            other._parts.remove(part)
+        with self._lock:
+            self._held.update(part.names)
+            self._parts.append(part)
+            is_open = self._open
+        if not is_open:
+            for name in part.names:
+                self._forget(name)
+            self._check_open()
+
     def hand_out(self, part: RankFiles, numbers: Sequence[int]) -> list[int]:
         """Opens files for whoever fills them, and closes the descriptors.
 
