@@ -1,7 +1,7 @@
 """The exception tree, and what each error is at every edge.
 
-One table says what an error is as an errno (the mount), as a gRPC status (the wire and ``--json``) and as an
-exit status (the command line), so that no edge decides by itself.
+One table says what an error is as an errno (the mount), as a gRPC status (the wire and ``--json``), as an
+exit status (the command line) and as a status of HTTP, so that no edge decides by itself.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ __all__ = [
     "StaleError",
     "TenplexError",
     "TimedOutError",
+    "TooLargeError",
     "UnavailableError",
     "UsageError",
     "error_from_code",
@@ -36,12 +37,14 @@ class TenplexError(Exception):
         code: The gRPC status name, the same on the wire and in ``--json``.
         errno: What a file system call answers.
         exit_status: What the command line exits with.
+        http_status: What a request over HTTP is answered with.
         details: Values for machines, JSON-encodable.
     """
 
     code: ClassVar[str] = "INTERNAL"
     errno: ClassVar[int] = errno.EIO
     exit_status: ClassVar[int] = 1
+    http_status: ClassVar[int] = 500
 
     def __init__(self, message: str, **details: object) -> None:
         # One line: names from outside may hold others.
@@ -55,6 +58,7 @@ class InvalidError(TenplexError):
 
     code = "INVALID_ARGUMENT"
     errno = errno.EINVAL
+    http_status = 400
 
 
 class UsageError(InvalidError):
@@ -63,11 +67,19 @@ class UsageError(InvalidError):
     exit_status = 2
 
 
+class TooLargeError(InvalidError):
+    """There is more of something than is taken; the message has the limit."""
+
+    errno = errno.EFBIG
+    http_status = 413
+
+
 class NotFoundError(TenplexError):
     """No such job, rank, tensor, node or snapshot."""
 
     code = "NOT_FOUND"
     errno = errno.ENOENT
+    http_status = 404
 
 
 class ExistsError(TenplexError):
@@ -75,6 +87,7 @@ class ExistsError(TenplexError):
 
     code = "ALREADY_EXISTS"
     errno = errno.EEXIST
+    http_status = 409
 
 
 class PreconditionError(TenplexError):
@@ -82,6 +95,7 @@ class PreconditionError(TenplexError):
 
     code = "FAILED_PRECONDITION"
     errno = errno.EBUSY
+    http_status = 409
 
 
 class ConflictError(TenplexError):
@@ -90,6 +104,7 @@ class ConflictError(TenplexError):
     code = "ABORTED"
     errno = errno.EBUSY
     exit_status = 4
+    http_status = 409
 
 
 class StaleError(TenplexError):
@@ -97,6 +112,7 @@ class StaleError(TenplexError):
 
     code = "OUT_OF_RANGE"
     errno = errno.ESTALE
+    http_status = 409
 
 
 class NoRoomError(TenplexError):
@@ -105,6 +121,7 @@ class NoRoomError(TenplexError):
     code = "RESOURCE_EXHAUSTED"
     errno = errno.ENOSPC
     exit_status = 5
+    http_status = 507
 
 
 class UnavailableError(TenplexError):
@@ -113,6 +130,7 @@ class UnavailableError(TenplexError):
     code = "UNAVAILABLE"
     errno = errno.EIO
     exit_status = 3
+    http_status = 503
 
 
 class NoReplicaError(UnavailableError):
@@ -125,6 +143,7 @@ class TimedOutError(TenplexError):
     code = "DEADLINE_EXCEEDED"
     errno = errno.EIO
     exit_status = 124
+    http_status = 504
 
 
 class CorruptError(TenplexError):
@@ -139,6 +158,7 @@ class DeniedError(TenplexError):
 
     code = "UNAUTHENTICATED"
     errno = errno.EACCES
+    http_status = 401
 
 
 _BY_CODE: dict[str, type[TenplexError]] = {

@@ -62,10 +62,16 @@ def test_the_worked_example_costs_what_it_says():
 
 def test_the_table_of_errors_is_that_of_the_code():
     text = (ROOT / "docs/architecture.md").read_text()
-    rows = set(re.findall(r"^\| `(\w+)` \| (\w+) \| (\w+) \| (\d+) \|$", text, re.MULTILINE))
+    rows = set(re.findall(r"^\| `(\w+)` \| (\w+) \| (\w+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE))
     kinds = [kind for kind in vars(tenplexfs.errors).values() if isinstance(kind, type)]
     assert rows == {
-        (kind.__name__, errno.errorcode[kind.errno], kind.code, str(kind.exit_status))
+        (
+            kind.__name__,
+            errno.errorcode[kind.errno],
+            kind.code,
+            str(kind.exit_status),
+            str(kind.http_status),
+        )
         for kind in kinds
         if issubclass(kind, TenplexError) and kind is not TenplexError
     }

@@ -1,9 +1,9 @@
 """A rank's state as the files of Tenplex: keys are directories, a leaf is a file that is named by its type.
 
 ``<key>.numpy.ndarray`` is a tensor; ``<key>.int``, ``.float``, ``.str``, ``.bool``, ``.none`` are the text of
-a value, ``<key>.argparse.Namespace`` is a pickle. A directory with a ``dir.meta`` is a list, whose second line
-is its length; its items are named by their index. Digits are int keys. What Tenplex has no file for is
-``<key>.json``, as in the mount; bytes are a file of just that name.
+a value, ``<key>.argparse.Namespace`` is a pickle. A directory with a ``dir.meta`` is a list: its length is in
+the second line of that, its items are named by their index. Digits are int keys. What Tenplex has no file for
+is ``<key>.json``, as in the mount; bytes are a file of just that name.
 
 Source: tenplex ``mlfs_client.py`` (`save_traverse`) and ``load.py``.
 """
