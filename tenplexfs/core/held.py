@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from tenplexfs.errors import InvalidError
 
 __all__ = [
     "clipped",
+    "counted",
     "cuts_give",
     "explicit_layout",
     "local_arrays",
@@ -26,6 +28,8 @@ __all__ = [
     "refuse_overlap",
     "whole_shard",
 ]
+
+_INDICES = "ijklmn"
 
 
 def local_arrays(
@@ -182,6 +186,32 @@ def on_of_ranks(mesh: Mesh, ranks: Iterable[int]) -> tuple[tuple[tuple[str], tup
             on.append(((name,), tuple(places.tolist())))
             mask &= np.isin(coordinates, places)
     return tuple(on) if np.flatnonzero(mask).tolist() == wanted else None
+
+
+def counted(entries: Iterable[TensorEntry]) -> tuple[TensorEntry, ...]:
+    """Joins entries of single tensors that differ in indices of their keys alone, where none is left out.
+
+    >>> entries = [TensorEntry(f"layers/{i}/w", (4,), "float32") for i in range(3)]
+    >>> counted(entries)
+    (TensorEntry(key='layers/{i}/w', shape=(4,), dtype='float32', shard=(), on=(), mesh=None, \
+count=(('i', 3),), flat=None, alias=None),)
+    """
+    groups: dict[tuple[str, TensorEntry], dict[tuple[int, ...], TensorEntry]] = {}
+    for entry in entries:
+        parts = entry.key.split("/")
+        at = [k for k, part in enumerate(parts) if part.isdecimal() and str(int(part)) == part]
+        values = tuple(int(parts[k]) for k in at[: len(_INDICES)])
+        for k, index in zip(at, _INDICES, strict=False):
+            parts[k] = f"{{{index}}}"
+        groups.setdefault(("/".join(parts), replace(entry, key="")), {})[values] = entry
+    joined: list[TensorEntry] = []
+    for (key, alike), members in groups.items():
+        sizes = [1 + max(values) for values in zip(*members, strict=True)]
+        if len(members) == 1 or len(members) != math.prod(sizes):
+            joined += members.values()
+        else:
+            joined.append(replace(alike, key=key, count=tuple(zip(_INDICES, sizes, strict=False))))
+    return tuple(joined)
 
 
 def whole_shard(shape: tuple[int, ...], dtype: str) -> ExplicitShard:

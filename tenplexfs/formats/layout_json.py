@@ -354,7 +354,7 @@ def _shard_json(cut: Cut | FlatCut) -> _Shard:
 
 def layout_text(layout: Layout) -> bytes:
     """Returns the JSON of ``layout`` as people and machines exchange it, ended by a newline."""
-    return json.dumps(layout_to_json(layout), indent=1, ensure_ascii=False).encode() + b"\n"
+    return msgspec.json.format(msgspec.json.encode(layout_to_json(layout)), indent=1) + b"\n"
 
 
 def layout_digest(layout: Layout) -> str:

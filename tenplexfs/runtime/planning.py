@@ -11,8 +11,8 @@ from typing import Any
 from tenplexfs.core.build import build_ptc
 from tenplexfs.core.copies import sole_bytes, survives
 from tenplexfs.core.derive import derive_layout
-from tenplexfs.core.held import explicit_layout, whole_shard
-from tenplexfs.core.layout import Mesh, place_in_order
+from tenplexfs.core.held import counted, explicit_layout, whole_shard
+from tenplexfs.core.layout import Mesh, TensorEntry, has_braces, place_in_order
 from tenplexfs.core.node_part import NodePart, node_part
 from tenplexfs.core.paths import name_of_path
 from tenplexfs.core.placement import place
@@ -199,11 +199,10 @@ def plan_summary(
 
 def layout_of_only_rank(tensors: TensorTable, node: NodeName) -> bytes:
     """Returns the layout of a job of one rank, which holds all of every tensor."""
-    whole = {
-        path: (tuple(shape), {0: whole_shard(tuple(shape), dtype)})
-        for path, (shape, dtype) in tensors.items()
-    }
-    layout = explicit_layout(Mesh((("dp", 1),)), whole)
+    given = {path: (tuple(shape), dtype) for path, (shape, dtype) in tensors.items()}
+    entries = counted(TensorEntry(path, *each) for path, each in given.items() if not has_braces(path))
+    whole = {p: (each[0], {0: whole_shard(*each)}) for p, each in given.items() if has_braces(p)}
+    layout = explicit_layout(Mesh((("dp", 1),)), whole, entries)
     return layout_text(replace(layout, nodes=((node, (0,)),)))
 
 
