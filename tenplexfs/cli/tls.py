@@ -87,6 +87,10 @@ def _authority(directory: Path, now: datetime) -> Pair:
 
     certificate, key = directory / f"{_AUTHORITY}.pem", directory / f"{_AUTHORITY}.key"
     if not certificate.exists():
+        if key.exists():
+            raise ExistsError(
+                f"{certificate} is missing, its key is there: bring it back, or name another DIR"
+            )
         authority = make_authority(now)
         _write(directory, _AUTHORITY, authority)
         return authority

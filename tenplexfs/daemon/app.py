@@ -316,7 +316,7 @@ def _access(config: Config) -> Access:
     identity = None
     if config.tls is not None:
         identity = Identity.load(config.tls, config.node)
-        identity.check_host(config.listen)
+        identity.check_hosts(config.node, config.addresses())
     return Access(identity, None if config.token_file is None else read_token(config.token_file))
 
 

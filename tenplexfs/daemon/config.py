@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import socket
@@ -25,7 +26,6 @@ __all__ = [
 DEFAULT_ROOT_STORE = Path("/run/tenplexfs/store")
 
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]+(?:/[A-Za-z0-9_.-]+)*", re.ASCII)
-_LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,10 @@ class Config:
     insecure: bool = False
     advertise: str = ""
     join: str | None = None
+
+    def addresses(self) -> dict[str, str]:
+        """Returns where others reach this node, by setting; who joins tells them by ``advertise``."""
+        return {"listen": self.listen} | ({} if self.join is None else {"advertise": self.advertise})
 
     def document(self) -> dict[str, object]:
         """Returns the configuration as ``config.json`` shows it."""
@@ -137,7 +141,7 @@ def _complete(settings: Settings, environ: Mapping[str, str]) -> Config:
     listen = _address("listen", settings.text("listen") or "127.0.0.1:7070")
     insecure = settings.switch("insecure", default=False)
     tls, token_file = settings.text("tls"), settings.text("token_file")
-    if listen.rpartition(":")[0] not in _LOOPBACK and tls is None and not insecure:
+    if not _is_loopback(listen.rpartition(":")[0]) and tls is None and not insecure:
         raise UsageError(
             f"listen {listen}: not loopback and without TLS: anybody could read and change the state; "
             "give --tls DIR (see tls init), or --insecure to do so all the same"
@@ -181,7 +185,7 @@ def _complete(settings: Settings, environ: Mapping[str, str]) -> Config:
         retain_s=settings.seconds("retain", 600.0),
         spill=None if spill is None else Path(spill),
         transfer_bytes=parse_size(settings.text("transfer_memory") or "256MiB", of_bytes=_memory_bytes()),
-        data_port=settings.port("data_port", default=0),
+        data_port=_data_port(settings, listen),
         window_bytes=parse_size(settings.text("window") or "1GiB", of_bytes=_memory_bytes()),
         restore_from=_place(settings.text("restore_from")),
         allow_other=settings.switch("allow_other", default=False),
@@ -191,6 +195,13 @@ def _complete(settings: Settings, environ: Mapping[str, str]) -> Config:
         advertise=_address("advertise", settings.text("advertise") or _reachable(listen)),
         join=join,
     )
+
+
+def _data_port(settings: Settings, listen: str) -> int:
+    port = settings.port("data_port", default=0)
+    if port and str(port) == listen.rpartition(":")[2]:
+        raise UsageError(f"data_port {port}: that is the port of listen, {listen}; give another one, or none")
+    return port
 
 
 def _place(text: str | None) -> str | None:
@@ -224,7 +235,17 @@ def _address(name: str, text: str) -> str:
     host, colon, port = text.rpartition(":")
     if not (host and colon and port.isdecimal() and int(port) < 65536):
         raise UsageError(f"{name} {text!r}: need HOST:PORT")
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise UsageError(f"{name} {text!r}: an IPv6 address goes in brackets: [{host}]:{port}")
     return text
+
+
+def _is_loopback(host: str) -> bool:
+    """Returns whether only this machine reaches what listens at ``host``; names but one are not asked for."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def _reachable(listen: str) -> str:

@@ -207,7 +207,7 @@ def _access(config: Config) -> tuple[Access, list[Finding]]:
     if config.tls is not None:
         try:
             identity = Identity.load(config.tls, config.node)
-            identity.check_host(config.listen)
+            identity.check_hosts(config.node, config.addresses())
             findings.append(_lifetime(identity))
         except TenplexError as error:
             findings.append(Finding("certificate", "broken", error.message))

@@ -73,9 +73,12 @@ class BulkServer:
         self._context = context
         self._token = token
         self._node = node
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._listener = socket.create_server((host.strip("[]"), port), family=family, backlog=64)
+            found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+            family, _, _, _, address = found[0]
+            # as gRPC: whoever listens on every IPv6 address does so on every IPv4 one
+            dual = address[0] == "::" and socket.has_dualstack_ipv6()
+            self._listener = socket.create_server(address, family=family, backlog=64, dualstack_ipv6=dual)
         except OSError as error:
             raise ExistsError(f"data port {host}:{port}: cannot be bound: {error.strerror}") from error
         self.port: int = self._listener.getsockname()[1]

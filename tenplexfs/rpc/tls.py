@@ -6,8 +6,9 @@ these three alone. ``ca.key``, which signs, stays where it was made.
 
 from __future__ import annotations
 
+import os
 import ssl
-import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -43,23 +44,31 @@ class Identity:
             InvalidError: A file is missing or wrong.
         """
         authority = _read(directory / "ca.pem", node)
-        pair = Pair(_read(directory / f"{node}.pem", node), _read(directory / f"{node}.key", node))
+        key = directory / f"{node}.key"
+        pair = Pair(_read(directory / f"{node}.pem", node), _read(key, node))
+        _check_mode(key, "tls")
         check_pair(pair, authority, now or datetime.now(UTC), what=f"tls {directory / node}.pem")
         return cls(authority, pair)
 
-    def check_host(self, listen: str) -> None:
-        """Refuses to listen where no caller would believe the certificate.
+    def check_hosts(self, node: str, addresses: Mapping[str, str]) -> None:
+        """Refuses to be where no caller would believe the certificate.
+
+        Args:
+            node: This one.
+            addresses: Setting -> ``host:port``.
 
         Raises:
             InvalidError: The certificate is for other hosts.
         """
-        host = listen.rpartition(":")[0]
         hosts = hosts_of(self.pair.certificate)
-        if host not in _WILDCARDS and host.strip("[]") not in hosts:
-            raise InvalidError(
-                f"listen {listen}: the certificate is for {', '.join(hosts)}; "
-                f"make it anew with tls init --renew --node NAME={host}"
-            )
+        for what, address in addresses.items():
+            host = address.rpartition(":")[0]
+            if host not in _WILDCARDS and host.strip("[]") not in hosts:
+                named = ",".join((*(each for each in hosts if each != node), host))
+                raise InvalidError(
+                    f"{what} {address}: the certificate is for {', '.join(hosts)}; "
+                    f"make it anew with tls init --renew --node {node}={named}"
+                )
 
     def server(self) -> grpc.ServerCredentials:
         """Returns what a server shows, and asks of its callers."""
@@ -75,11 +84,11 @@ class Identity:
         """Returns the same without gRPC; for a server with the purpose ``CLIENT_AUTH``."""
         context = ssl.create_default_context(purpose, cadata=self.authority.decode())
         context.verify_mode = ssl.CERT_REQUIRED
-        # Python takes a key from files only; this one lives as long as the call.
-        with tempfile.NamedTemporaryFile() as file:
+        # Python takes a key from files only; this one is in memory, and lives as long as the call.
+        with open(os.memfd_create("tls"), "wb") as file:  # noqa: PTH123
             file.write(self.pair.certificate + self.pair.key)
             file.flush()
-            context.load_cert_chain(file.name)
+            context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
         return context
 
 
@@ -119,16 +128,25 @@ def read_token(file: Path) -> str:
     """
     try:
         with file.open("rb") as opened:
-            mode = file.stat().st_mode
             content = opened.read(_MAX_TOKEN_BYTES + 1)
     except OSError as error:
         raise InvalidError(f"token file {file}: {error.strerror}") from error
     token = content.strip()
     if not token or len(content) > _MAX_TOKEN_BYTES or not all(33 <= byte < 127 for byte in token):
         raise InvalidError(f"token file {file}: need one word of printable ASCII, at most 4096 bytes")
-    if mode & 0o077:
-        raise InvalidError(f"token file {file}: others may read it, mode {mode & 0o777:04o}; chmod 600 it")
+    _check_mode(file, "token file")
     return token.decode()
+
+
+def _check_mode(file: Path, what: str) -> None:
+    """Refuses a secret that others than its owner may read.
+
+    Raises:
+        InvalidError: Its mode lets them.
+    """
+    mode = file.stat().st_mode
+    if mode & 0o077:
+        raise InvalidError(f"{what} {file}: others may read it, mode {mode & 0o777:04o}; chmod 600 it")
 
 
 def _read(file: Path, node: str) -> bytes:

@@ -40,6 +40,16 @@ def test_nodes_are_added_and_made_anew(cli, tmp_path):
     assert "ca.key is missing" in cli("tls", "init", pki, "--node", "d=h").err
 
 
+def test_an_authority_whose_certificate_is_lost_is_not_made_anew(cli, tmp_path):
+    pki = tmp_path / "pki"
+    assert cli("tls", "init", pki, "--node", "a=h").status == 0
+    key = (pki / "ca.key").read_bytes()
+    (pki / "ca.pem").unlink()
+    refused = cli("tls", "init", pki, "--node", "b=h")
+    assert (refused.status, "ca.pem is missing, its key is there" in refused.err) == (ExistsError.exit_status, True)
+    assert (pki / "ca.key").read_bytes() == key
+
+
 @pytest.mark.parametrize(
     "node", ["a", "a=", "=h", "h,a=h", "a=h,a=i", "ca=h", "a b=h", "a=h!", "a=h,", "../a=h"]
 )

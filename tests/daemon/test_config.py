@@ -46,6 +46,11 @@ def test_peers_and_registry():
     assert load({"TENPLEXFS_PEER": "b=h:1, c=h:2"}, node="a", registry="a").peers == {"b": "h:1", "c": "h:2"}
 
 
+@pytest.mark.parametrize("listen", ["localhost:7070", "127.0.0.2:7070", "127.255.0.1:7070", "[::1]:7070"])
+def test_loopback_needs_no_certificate(listen):
+    assert load(node="a", listen=listen).listen == listen
+
+
 def test_a_registry_in_etcd_and_an_address_with_tls():
     config = load(node="a", peer=["b=h:1"], registry="etcds://h:2379,i:2379/x/y")
     address = etcd_address(config.registry)
@@ -66,6 +71,11 @@ def test_a_registry_in_etcd_and_an_address_with_tls():
         ({"node": "a b"}, "node name"),
         ({"listen": "7070"}, "need HOST:PORT"),
         ({"listen": "0.0.0.0:7070"}, "--tls DIR .*--insecure"),
+        ({"listen": "[::]:7070"}, "not loopback .*--tls DIR .*--insecure"),
+        ({"listen": "2130706433:7070"}, "not loopback"),
+        ({"listen": "localhost.example.org:7070"}, "not loopback"),
+        ({"listen": "::1:7070"}, r"an IPv6 address goes in brackets: \[::1\]:7070"),
+        ({"listen": "127.0.0.1:7071", "data_port": "7071"}, "data_port 7071: that is the port of listen"),
         ({"registry": "etcd://"}, "need HOST:PORT"),
         ({"registry": "etcd://h"}, "need HOST:PORT"),
         ({"registry": "etcd://h:1,"}, "need HOST:PORT"),

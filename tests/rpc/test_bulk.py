@@ -281,6 +281,16 @@ def test_a_port_that_is_somebody_elses_by_now_is_asked_for_again():
         client.close()
 
 
+@pytest.mark.parametrize("host", ["[::]", "0.0.0.0", "localhost"])
+def test_every_address_is_every_ipv4_address_too(host):
+    server = BulkServer(Arrays({(0, "big"): BIG}), host)
+    server.start()
+    client = client_of(server.port)
+    assert fetched(client) == BIG.tobytes()
+    client.close()
+    server.stop(2)
+
+
 async def test_bytes_go_over_the_port_and_not_over_grpc(monkeypatch):
     monkeypatch.setattr("tenplexfs.rpc.server.messages_of", None)  # what gRPC would send
     mine = access(token="secret")

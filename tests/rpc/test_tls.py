@@ -103,7 +103,15 @@ def files(directory, authority, pair):
     (directory / "ca.pem").write_bytes(authority.certificate)
     (directory / "node0.pem").write_bytes(pair.certificate)
     (directory / "node0.key").write_bytes(pair.key)
+    (directory / "node0.key").chmod(0o600)
     return directory
+
+
+def test_a_key_that_others_may_read_is_refused(tmp_path):
+    directory = files(tmp_path, OURS, OTHER)
+    (directory / "node0.key").chmod(0o640)
+    with pytest.raises(InvalidError, match=r"tls .*node0\.key: others may read it, mode 0640; chmod 600 it"):
+        Identity.load(directory, "node0")
 
 
 def test_an_identity_from_files(tmp_path):
@@ -114,9 +122,13 @@ def test_an_identity_from_files(tmp_path):
     assert Access(found).context is not None
     assert Access().channel is Access().server is Access().context is None
     for listen in ("10.0.0.1:1", "host.example.org:1", "[::1]:1", "0.0.0.0:1", "[::]:1"):
-        found.check_host(listen)
-    with pytest.raises(InvalidError, match=r"listen 10\.0\.0\.2:1: the certificate is for node0, host"):
-        found.check_host("10.0.0.2:1")
+        found.check_hosts("node0", {"listen": listen})
+    with pytest.raises(
+        InvalidError,
+        match=r"advertise 10\.0\.0\.2:1: the certificate is for node0, host.example.org, 10.0.0.1, ::1; "
+        r".* --node node0=host.example.org,10.0.0.1,::1,10.0.0.2",
+    ):
+        found.check_hosts("node0", {"listen": "0.0.0.0:1", "advertise": "10.0.0.2:1"})
 
 
 OTHER = make_node(OURS, "node0", ["h"], NOW, days=10)
