@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from tenplexfs.client import commands
@@ -13,6 +14,8 @@ def main() -> None:
     """Runs the command line and exits with its status."""
     if (given := commands.of_base_install(sys.argv[1:])) is not None:
         raise SystemExit(commands.run(given))
+    # Else gRPC writes a line for each try of a handshake; what it says of one comes with our own errors.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         from tenplexfs.cli.app import run
     except ModuleNotFoundError as error:

@@ -30,6 +30,7 @@ from tenplexfs.formats.text import bytes_text
 from tenplexfs.fuse.hang import hangs
 from tenplexfs.fuse.mountpoint import FSTYPE, find_mount
 from tenplexfs.rpc.connection import Connection
+from tenplexfs.rpc.errors import DOCTOR_SAYS_MORE
 from tenplexfs.rpc.etcd_client import Etcd
 from tenplexfs.rpc.etcd_registry import EtcdRegistry
 from tenplexfs.rpc.tls import Access, Identity, read_token
@@ -298,7 +299,12 @@ def _asked(what: str, ask: Callable[[], str]) -> Finding:
 
 def _ask(target: str, method: str, request: Message, access: Access) -> Any:  # noqa: ANN401 - its reply
     with closing(Connection(target, credentials=access.channel, token=access.token)) as connection:
-        return connection.call(method, request, deadline_s=_CALL_S)
+        try:
+            return connection.call(method, request, deadline_s=_CALL_S)
+        except TenplexError as error:
+            if access.identity is None and "it wants TLS" in error.message:
+                raise UnavailableError(f"{target}: it wants TLS: give --tls DIR") from error
+            raise type(error)(error.message.removesuffix(DOCTOR_SAYS_MORE), **error.details) from error
 
 
 def _is_memory(path: Path) -> bool:

@@ -15,7 +15,7 @@ import grpc
 
 from tenplexfs.errors import TenplexError, TimedOutError, UnavailableError, error_from_code, internal
 
-__all__ = ["CLIENT_METADATA", "UnreachedError", "answer", "error_of", "is_transient"]
+__all__ = ["CLIENT_METADATA", "DOCTOR_SAYS_MORE", "UnreachedError", "answer", "error_of", "is_transient"]
 
 CLIENT_METADATA = ("tenplexfs-client", "1")
 """Says that the client takes long metadata."""
@@ -27,6 +27,8 @@ _TRANSPORT = {"UNAVAILABLE", "CANCELLED", "RESOURCE_EXHAUSTED", "INTERNAL", "UNK
 
 _UNREACHED = "failed to connect"  # in what gRPC says then, and only then
 
+DOCTOR_SAYS_MORE = "; tenplexfs doctor says more"
+
 _HANDSHAKE = (
     ("certificate has expired", "its certificate has expired"),
     ("certificate is not yet valid", "its certificate is not valid yet: is a clock wrong?"),
@@ -36,7 +38,7 @@ _HANDSHAKE = (
     (
         "Socket closed",
         "it ended the connection at once: it wants TLS and a certificate of its own authority,"
-        " not expired; tenplexfs doctor says more",
+        f" not expired{DOCTOR_SAYS_MORE}",
     ),
 )
 """What BoringSSL and gRPC say of a handshake, and what it means; the server's reasons reach nobody."""

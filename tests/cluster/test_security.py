@@ -64,9 +64,11 @@ def test_daemons_with_tls_and_a_token(tmp_path):
                 stranger.wait()
                 until(lambda stranger=stranger, words=words: words in away(stranger))
                 assert words in verdicts(stranger)["registry"][1]
+                assert "Handshake" not in stranger.log.read_text()
             finally:
                 stranger.clean()
         assert two.nodes[0].job()["generation"] == 2
+        assert "Handshake" not in two.nodes[0].log.read_text()
 
 
 def away(node: Daemon) -> str:
