@@ -82,7 +82,7 @@ class Deciding:
         asked: Parallelizer | Answer | None
         if isinstance(found, Command):
             text = await self._compute(question, job, known.layout_json, devices, head.snapshot.step)
-            asked = parse_answer(await ask_program(found, text))
+            asked = await self._compute(parse_answer, await ask_program(found, text))
         else:
             asked = found
         return await self._compute(

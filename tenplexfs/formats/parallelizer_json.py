@@ -141,7 +141,7 @@ def parse_answer(text: bytes) -> Answer:
         return Answer((proposal,))
     given = convert(what, content, _Given)
     if given.pause is not None:
-        return Answer((), given.pause[:1000] or "no reason given")
+        return Answer((), " ".join(given.pause[:1000].split()) or "no reason given")
     if given.mesh is None:
         raise InvalidError(f"{what}: mesh: is not given")
     return Answer((Proposal(_sizes(what, given.mesh), tuple(given.keep_together)),))

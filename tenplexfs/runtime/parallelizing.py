@@ -26,6 +26,7 @@ __all__ = ["Decision", "ask_program", "decide", "held_devices", "question"]
 _MAX_TRIED = 64
 _STDERR_BYTES = 4096
 _CHUNK_BYTES = 1 << 16
+_LEFT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,11 @@ async def ask_program(command: Command, text: bytes) -> bytes:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_write, process, text)
                 nursery.start_soon(_read_last, process, err)
-                await _read_all(process, out)
+                nursery.start_soon(_read_all, process, out)
                 await process.wait()
+                # What it left running may have its output open; all that it wrote itself can be read by now.
+                _kill(process)
+                nursery.cancel_scope.deadline = trio.current_time() + _LEFT_S
     finally:
         _kill(process)
         with trio.CancelScope(shield=True):
@@ -126,7 +130,8 @@ async def ask_program(command: Command, text: bytes) -> bytes:
             for stream in (process.stdin, process.stdout, process.stderr):
                 assert stream is not None
                 await stream.aclose()
-    last = (err.decode(errors="replace").strip().splitlines() or [""])[-1][:500]
+    lines = err.decode(errors="replace").strip().splitlines() or [""]
+    last = "".join(letter for letter in lines[-1][:500] if letter.isprintable())
     said = f": {last}" if last else ""
     if scope.cancelled_caught:
         raise TimedOutError(f"{what}: no answer within {command.timeout_s:g} s{said}")

@@ -83,6 +83,7 @@ def test_what_programs_answer():
     assert parse_answer(b'{"mp_size": 2, "dp_size": 3}') == Answer((Proposal({"tp": 2, "dp": 3}),))
     assert parse_answer(b'{"tp": 2}') == Answer((Proposal({"tp": 2}),))
     assert parse_answer(b'{"pause": "too few"}') == Answer((), "too few")
+    assert parse_answer(b'{"pause": "too\\n  few"}') == Answer((), "too few")
     for wrong in (b"", b"{}", b"3", b'{"mesh": {"tp": 0}}', b'{"mesh": null}', b"[" * 100_000):
         with pytest.raises(InvalidError, match="its answer"):
             parse_answer(wrong)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -45,6 +47,19 @@ def test_a_program_that_takes_too_long_is_killed_with_its_children(tmp_path: Pat
     end = time.monotonic() + 10
     while is_alive(child):
         assert time.monotonic() < end
+
+
+@pytest.mark.parametrize("leaves", ["sleep 60", "sleep 60 >/dev/null", "setsid sleep 60"])
+def test_a_program_that_has_answered_is_not_waited_for_by_what_it_leaves(tmp_path: Path, leaves: str):
+    pids = tmp_path / "pids"
+    assert ask(f"{leaves} & echo $! > {pids}; echo '{{}}'; exit 0", timeout_s=10) == b"{}\n"
+    if "setsid" in leaves:
+        os.kill(int(pids.read_text()), signal.SIGKILL)
+
+
+def test_what_a_program_says_last_is_shown_without_what_no_terminal_shows():
+    with pytest.raises(InvalidError, match=r"ended with status 1: no \[31mmodel$"):
+        ask(r"printf 'no \033[31mmo\000del\n' >&2; exit 1")
 
 
 def is_alive(pid: int) -> bool:
