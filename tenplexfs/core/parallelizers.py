@@ -84,7 +84,9 @@ class Table:
         size = max((size for size in self.rows if size <= total), default=None)
         if size is None:
             return Answer((), f"the table begins with {min(self.rows)} devices, there are {total}")
-        mesh = {**job.mesh, **_known("table", job, self.rows[size])}
+        row = _known("table", job, self.rows[size])
+        is_whole = math.prod(row.values()) == size  # then the axes that it leaves out have one rank
+        mesh = {axis: row.get(axis, 1 if is_whole else held) for axis, held in job.mesh.items()}
         if math.prod(mesh.values()) != size:
             given = ", ".join(f"{axis}={n}" for axis, n in mesh.items())
             raise InvalidError(f"parallelizer: table: the row of {size} devices gives the mesh {given}")

@@ -75,7 +75,8 @@ class Webhooks:
         wait_s = _FIRST_WAIT_S
         while True:
             try:
-                answer = await http.post(url, json=event)
+                async with http.stream("POST", url, json=event) as answer:
+                    pass  # what it says besides may have no end
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 why = f"{type(error).__name__}: {error}"
             else:

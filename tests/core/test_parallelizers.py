@@ -21,6 +21,15 @@ def test_a_table_gives_the_largest_row_that_fits():
     assert TABLE.propose(JOB, {"a": 3}) == Answer((), "the table begins with 4 devices, there are 3")
 
 
+def test_a_row_leads_to_the_same_mesh_wherever_the_job_comes_from():
+    table = Table({2: {"tp": 2}, 4: {"tp": 2, "dp": 2}, 8: {"dp": 4}})
+    for dp in (1, 2, 4):
+        (proposal,) = table.propose(Committed({"dp": dp, "tp": 2}, None), {"a": 3}).proposals
+        assert proposal.mesh == {"dp": 1, "tp": 2}
+    (proposal,) = table.propose(Committed({"dp": 1, "tp": 2}, None), {"a": 8}).proposals
+    assert proposal.mesh == {"dp": 4, "tp": 2}  # what it leaves out stays
+
+
 def test_a_row_that_does_not_go_with_the_mesh_is_refused():
     only_dp = Committed({"dp": 4})
     with pytest.raises(InvalidError, match="table: axis tp: the job's mesh has dp"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -74,6 +76,30 @@ def test_a_refusal_and_a_redirect_end_it():
         with server(status) as (url, got, _):
             send(url)
         assert len(got) == 1
+
+
+def test_an_answer_without_end_is_an_answer():
+    def answer() -> None:
+        with listener.accept()[0] as sock:
+            sock.recv(1 << 16)
+            sock.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + bytes(1 << 16))
+            while sock.recv(1 << 16):
+                pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with fail_after_s(5):
+            send(f"http://127.0.0.1:{listener.getsockname()[1]}/")
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def fail_after_s(seconds: float) -> Iterator[None]:
+    begin = time.monotonic()
+    yield
+    assert time.monotonic() - begin < seconds
 
 
 def test_nothing_goes_in_the_clear_to_other_machines(caplog):
