@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -83,8 +83,8 @@ def test_an_answer_without_end_is_an_answer():
         with listener.accept()[0] as sock:
             sock.recv(1 << 16)
             sock.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + bytes(1 << 16))
-            while sock.recv(1 << 16):
-                pass
+            with suppress(ConnectionError):  # with something left to read it is a reset
+                sock.recv(1 << 16)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=answer)
