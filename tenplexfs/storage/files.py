@@ -86,6 +86,7 @@ class FileTable:
         self._unlinked: list[tuple[int, list[weakref.ref[mmap.mmap]]]] = []
         self._lingering: list[tuple[int, int]] = []  # unlinked, and held by other processes: size, descriptor
         self._spares: dict[str, _Spare] = {}  # by name, the oldest first
+        self._used_again: set[str] = set()
 
     def adopt(self, wanted: Mapping[str, int]) -> None:
         """Takes over the files of an earlier owner: ``wanted`` says which, and the least size of each.
@@ -144,6 +145,7 @@ class FileTable:
             for name, (_, size) in zip(names, wanted, strict=True):
                 self._bytes[name] = _pages(size)
             self._names.update(names)
+            self._used_again.update(spare.name for spare in spares.values())
         self._unlink(too_many)
         try:
             for i, (name, (_, size)) in enumerate(zip(names, wanted, strict=True)):
@@ -171,6 +173,10 @@ class FileTable:
             if needed_bytes > self._limit_bytes or self.pressure is None or not self.pressure.relieve():
                 holders = self.pressure.holders() if self.pressure is not None else ()
                 raise self._no_room(needed_bytes, self.used_bytes, "the limit", holders)
+
+    def is_used_again(self, name: str) -> bool:
+        """Returns whether a file may hold what an earlier use of it left."""
+        return name in self._used_again
 
     def bytes_of(self, names: Iterable[str]) -> int:
         """Returns what the files ``names`` take together, each once."""
@@ -272,6 +278,7 @@ class FileTable:
                 if self._names[name] <= 0:
                     del self._names[name]
                     dead[name] = self._bytes.pop(name)
+                    self._used_again.discard(name)
             self._dying_bytes += sum(dead.values())
         ends = {name: self._end(name, recycle=recycle) for name in dead}  # freeing gigabytes takes its time
         with self._lock:

@@ -117,14 +117,14 @@ class SaveIngest:
     def hand_out(self, part: RankFiles, numbers: Sequence[int]) -> list[int]:
         """Opens files for whoever fills them, and closes the descriptors.
 
-        Headers that an earlier use may have left are blanked: what is never written is never taken for it.
+        Headers that an earlier use left are blanked: who does not write them has not written the arrays.
         """
         self._check_open()
         fds: list[int] = []
         try:
             for number in numbers:
                 fds.append(self._opened(part.names[number], os.O_RDWR))
-                if number not in part.handed:
+                if number not in part.handed and self._files.is_used_again(part.names[number]):
                     slots = part.arrangement.slots
                     _blank(fds[-1], [slots[i].offset for i in part.arrangement.in_file[number]])
         except BaseException:
