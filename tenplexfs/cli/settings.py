@@ -22,6 +22,7 @@ _METAVARS = {
     "mount": "DIR",
     "listen": "HOST:PORT",
     "advertise": "HOST:PORT",
+    "http": "HOST:PORT",
     "peer": "NODE=HOST:PORT",
     "join": "HOST[:PORT]|dns:NAME|slurm",
     "registry": "NODE|etcd://HOST:PORT,...",

@@ -36,7 +36,7 @@ class Clients:
     """Composes what training processes need; `run` serves them.
 
     Attributes:
-        stops: Of this node.
+        stops, saves: Of this node.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Clients:
         self._stopper = Stopper(
             Desks(config.node, client, self.stops), self._base_of_stop, lambda: table.changed, living
         )
-        saves = member.saves = Saves(
+        saves = self.saves = member.saves = Saves(
             node=config.node,
             store=member.store,
-            base=self._base,
+            base=self.base,
             lead=SaveLeader(coordinator, nodes, node=config.node, patience_s=_SAVE_PATIENCE_S),
             nursery=nursery,
             clock_ns=clock_ns,
@@ -124,7 +124,8 @@ class Clients:
                     await self._stopper.clear(job, stopped[0].snapshot.generation, stopped[0].nodes)
             raise
 
-    def _base(self, job: JobName) -> Base | None:
+    def base(self, job: JobName) -> Base | None:
+        """Returns what a save of a job begins with, or None where there is no such job."""
         shown = self._member.shown().get(job)
         if shown is None:
             return None

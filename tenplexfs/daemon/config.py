@@ -36,6 +36,7 @@ class Config:
         mount: Where the tree is mounted, or None.
         advertise: ``host:port`` where other nodes reach this one.
         peers: The other nodes and where they listen.
+        http: ``host:port`` where Tenplex's clients are answered, or None.
         join: ``host:port`` or ``dns:name:port``, where `daemon.joining` asks for more; None for nobody.
         registry: The node that serves the registry, or an address that `etcd_address` reads; empty while
             only those that are joined know.
@@ -66,10 +67,12 @@ class Config:
     insecure: bool = False
     advertise: str = ""
     join: str | None = None
+    http: str | None = None
 
     def addresses(self) -> dict[str, str]:
         """Returns where others reach this node, by setting; who joins tells them by ``advertise``."""
-        return {"listen": self.listen} | ({} if self.join is None else {"advertise": self.advertise})
+        http = {} if self.http is None else {"http": self.http}
+        return {"listen": self.listen, **http} | ({} if self.join is None else {"advertise": self.advertise})
 
     def document(self) -> dict[str, object]:
         """Returns the configuration as ``config.json`` shows it."""
@@ -138,14 +141,13 @@ def _complete(settings: Settings, environ: Mapping[str, str]) -> Config:
     except TenplexError as error:
         raise UsageError(error.message) from error
     runtime = Path("/run/tenplexfs") if is_root else _user_runtime(environ)
-    listen = _address("listen", settings.text("listen") or "127.0.0.1:7070")
     insecure = settings.switch("insecure", default=False)
     tls, token_file = settings.text("tls"), settings.text("token_file")
-    if not _is_loopback(listen.rpartition(":")[0]) and tls is None and not insecure:
-        raise UsageError(
-            f"listen {listen}: not loopback and without TLS: anybody could read and change the state; "
-            "give --tls DIR (see tls init), or --insecure to do so all the same"
-        )
+    is_guarded = tls is not None or insecure
+    listen = _listening("listen", settings.text("listen") or "127.0.0.1:7070", is_guarded=is_guarded)
+    http = settings.text("http")
+    if http is not None and _listening("http", http, is_guarded=is_guarded) == listen:
+        raise UsageError(f"http {http}: that is what listen says; give another port")
     peers = _peers(settings.texts("peer"), node)
     registry, join = settings.text("registry"), settings.text("join")
     if join is not None and peers:
@@ -194,6 +196,7 @@ def _complete(settings: Settings, environ: Mapping[str, str]) -> Config:
         insecure=insecure,
         advertise=_address("advertise", settings.text("advertise") or _reachable(listen)),
         join=join,
+        http=http,
     )
 
 
@@ -238,6 +241,16 @@ def _address(name: str, text: str) -> str:
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
         raise UsageError(f"{name} {text!r}: an IPv6 address goes in brackets: [{host}]:{port}")
     return text
+
+
+def _listening(name: str, text: str, *, is_guarded: bool) -> str:
+    address = _address(name, text)
+    if not is_guarded and not _is_loopback(address.rpartition(":")[0]):
+        raise UsageError(
+            f"{name} {address}: not loopback and without TLS: anybody could read and change the state; "
+            "give --tls DIR (see tls init), or --insecure to do so all the same"
+        )
+    return address
 
 
 def _is_loopback(host: str) -> bool:

@@ -21,6 +21,7 @@ SETTINGS: Mapping[str, str] = {
     "no_mount": "Serve without a mount (on or off).",
     "listen": "HOST:PORT for peers and control; default: 127.0.0.1:7070.",
     "advertise": "HOST:PORT where others reach this node; default: listen, by host name if it is 0.0.0.0.",
+    "http": "HOST:PORT for Tenplex's clients, as 127.0.0.1:20010; default: none.",
     "peer": "NODE=HOST:PORT of another daemon; may be given several times.",
     "join": "Find peers and registry: HOST[:PORT] of a daemon, dns:NAME[:PORT], or slurm; instead of peer.",
     "registry": "The node whose daemon serves the registry, or etcd://HOST:PORT,...; default: this node.",

@@ -218,6 +218,7 @@ class View:
             "time": datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds"),
             "mount": str(self._config.mount) if self._config.mount else None,
             "listen": self._config.listen,
+            "http": self._config.http,
             "incarnation": store.incarnation,
             "registry": {"node": self._config.registry, "away": self._table.registry_away},
             "peers": dict(self._config.peers),

@@ -15,7 +15,7 @@ import base64
 import json
 import pickle
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from tenplexfs.core.paths import escape_component, path_of_name
@@ -29,7 +29,9 @@ __all__ = [
     "File",
     "TensorFile",
     "array_value",
+    "directories",
     "files_of",
+    "is_below",
     "list_length",
     "state_of",
     "tensor_path",
@@ -187,6 +189,24 @@ def _is_plain(node: Node) -> bool:
     return tag != "t" and (
         tag != "l" or not re.search(r'"\$": "(pickle|torch|namedtuple)', json.dumps(node[2]))
     )
+
+
+def is_below(name: str, directory: str) -> bool:
+    """Returns whether a file is ``directory``, or below it; all are below ""."""
+    return not directory or name == directory or name.startswith(f"{directory}/")
+
+
+def directories(names: Iterable[str], top: str) -> set[str]:
+    """Returns the directories that files which are below ``top`` make, with that, if it is none of them."""
+    found = set()
+    for name in names:
+        parent = name
+        while parent != top:
+            parent = parent.rpartition("/")[0]
+            if parent in found:
+                break
+            found.add(parent)
+    return found
 
 
 # The way in.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,7 @@ class ShardRange:
         self._nodes = () if self._here is not None else view.fetcher.nodes_of(holder.keys)
         self._fetcher.hold(self._nodes)
 
-    async def blocks(self) -> AsyncIterator[memoryview]:
+    async def blocks(self) -> AsyncGenerator[memoryview]:
         """Yields the bytes.
 
         Raises:

@@ -36,7 +36,7 @@ from tenplexfs.runtime.save_parts import RankPlan, Tensors, plan_rank
 from tenplexfs.storage.arrangement import Slot
 from tenplexfs.storage.store import RankFiles, SaveIngest
 
-__all__ = ["MAX_VALUE_BYTES", "Received", "TensorWriter", "Upload", "tensors_of_layout"]
+__all__ = ["MAX_VALUE_BYTES", "Received", "TensorWriter", "Upload", "plan_of_layout"]
 
 MAX_VALUE_BYTES = 16 << 20
 """Of one file that is no tensor of the layout."""
@@ -60,6 +60,12 @@ class Received:
     value: object
     data: bytes = b""
     array: tuple[str, tuple[int, ...]] | None = None
+
+    def as_array(self) -> npt.NDArray[np.generic]:
+        """Returns the array that it is, where it is one."""
+        assert self.array is not None
+        dtype, shape = self.array
+        return np.frombuffer(self.data, dtype_of(dtype)).reshape(shape)
 
 
 @dataclass(eq=False)
@@ -132,6 +138,11 @@ class Upload:
             raise ConflictError(self.failure.message)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it is still as it was when `lacks` found nothing."""
+        return self.failure is None and not self._busy and self._built is not None
+
+    @property
     def is_busy(self) -> bool:
         """Whether something is coming in."""
         return bool(self._busy)
@@ -153,25 +164,35 @@ class Upload:
             TooLargeError: The rank has too many, or too much of them.
             ConflictError: The rank was given up.
         """
-        self._check_new(name, replace=replace)
+        self.check_new(name, replace=replace)
         if name.rpartition("/")[2] == LIST_FILE:
             received = Received(name.removesuffix(LIST_FILE).removesuffix("/"), list_length(data), data)
         else:
             received = Received(*value_of(name, data), data)
         self._take(name, received)
 
-    def put_array(self, name: str, dtype: str, shape: tuple[int, ...], data: bytes, *, replace: bool) -> None:
-        """Takes an array that the layout does not know: the state of a random-number generator.
+    def check_array(self, name: str, *, replace: bool) -> None:
+        """Refuses an array that the layout does not know, and that is no state of a random-number generator.
 
         Raises:
             InvalidError: It is something else.
+            ExistsError, ConflictError, TooLargeError: As for `put`.
         """
-        self._check_new(name, replace=replace)
-        stem = name.removesuffix(TENSOR)
-        path = tensor_path(stem)[0]
-        if not is_random_state(path):
-            raise InvalidError(f"job {self.job}, rank {self.rank}: {path}: the layout has none on this rank")
-        self._take(name, Received(stem, array_value(dtype, shape, data), data, (dtype, shape)))
+        self.check_new(name, replace=replace)
+        if not is_random_state(tensor_path(name.removesuffix(TENSOR))[0]):
+            raise InvalidError(f"job {self.job}, rank {self.rank}: {name}: the layout has none on this rank")
+
+    def put_array(self, name: str, dtype: str, shape: tuple[int, ...], data: bytes, *, replace: bool) -> None:
+        """Takes an array that `check_array` lets through."""
+        self.check_array(name, replace=replace)
+        value = array_value(dtype, shape, data)
+        self._take(name, Received(name.removesuffix(TENSOR), value, data, (dtype, shape)))
+
+    def put_back(self, name: str, before: Received | None) -> None:
+        """Undoes what took a file; a tensor that was there before is gone."""
+        self.remove(name)
+        if before is not None and self.failure is None and not isinstance(before.value, TensorFile):
+            self._take(name, before)
 
     def _take(self, name: str, received: Received) -> None:
         before = self.files.get(name)
@@ -185,7 +206,12 @@ class Upload:
         self.files[name] = received
         self._built = None
 
-    def _check_new(self, name: str, *, replace: bool) -> None:
+    def check_new(self, name: str, *, replace: bool) -> None:
+        """Refuses a file that could not be taken, before it comes.
+
+        Raises:
+            ExistsError, ConflictError, TooLargeError: As for `put`.
+        """
         self.check()
         if name in self._busy:
             raise ConflictError(f"{name}: is being uploaded by somebody else")
@@ -206,7 +232,7 @@ class Upload:
         if found is None:
             raise InvalidError(f"job {self.job}, rank {self.rank}: {name}: the layout has none on this rank")
         name = f"{name.removesuffix(TENSOR)}{TENSOR}"
-        self._check_new(name, replace=replace)
+        self.check_new(name, replace=replace)
         path, slot = found[0], self._slots[found[0]]
         if self._taken.get(path, name) != name:
             raise ConflictError(f"{name}: tensor {path} is there as {self._taken[path]}")
@@ -258,8 +284,7 @@ class Upload:
         if received is None:
             raise NotFoundError(f"{name}: no such file")
         if received.array is not None:
-            dtype, shape = received.array
-            return np.frombuffer(received.data, dtype_of(dtype)).reshape(shape)
+            return received.as_array()
         assert isinstance(received.value, TensorFile)
         slot = self._slots[received.value.path]
         (fd,) = self.ingest.hand_out(self.room, [slot.file])
@@ -334,7 +359,7 @@ def _flat(values: Mapping[str, Received], lists: Mapping[str, int]) -> Flat[Tens
     return state_of(by_keys, lists)
 
 
-def tensors_of_layout(base: Base, job: JobName, rank: int) -> RankPlan:
+def plan_of_layout(base: Base, job: JobName, rank: int) -> RankPlan:
     """Returns where the tensors go that the layout of a job has on a rank.
 
     Cost: About 20 us a tensor.

@@ -1,0 +1,1 @@
+"""The HTTP edge: what Tenplex's clients speak."""
