@@ -32,7 +32,7 @@ def run(*arguments: object) -> Any:  # noqa: ANN401 - JSON
 
 
 class Node:
-    """One daemon, started at once; `wait` says when it is up."""
+    """One daemon, started at once, and again by `start` when it has ended; `wait` says when it is up."""
 
     def __init__(
         self,
@@ -69,8 +69,13 @@ class Node:
         else:
             self.mount.mkdir(parents=True)
             command += ["--mount", str(self.mount)]
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        self._command = command
+        self.start()
+
+    def start(self) -> None:
+        """Starts the daemon."""
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, start_new_session=True)
 
     def wait(self) -> None:
         """Returns once the daemon answers."""

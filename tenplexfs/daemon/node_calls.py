@@ -145,12 +145,15 @@ class Nodes:
         reply = await self._client.collect(node, request)
         return SavePart(unpack(reply.values), decode_sums(reply.sums)) if reply.is_complete else None
 
-    async def describe(self, node: NodeName, job: JobName, txid: TxId) -> Description:
+    async def describe(
+        self, node: NodeName, job: JobName, txid: TxId, *, patience_s: float | None = None
+    ) -> Description:
         """Returns what the node stores of a snapshot."""
         if node == self._here:
             await trio.lowlevel.checkpoint()
             return self.member.describe(job, txid)
-        reply = await self._client.describe(node, peer_pb2.DescribeRequest(job=job, txid=txid))
+        request = peer_pb2.DescribeRequest(job=job, txid=txid)
+        reply = await self._client.describe(node, request, patience_s=patience_s)
         return Description(
             snapshot_of(reply.snapshot),
             reply.layout_json.encode(),
@@ -168,12 +171,15 @@ class Nodes:
         reply = await self._client.hello(node, peer_pb2.HelloRequest(node=self._here))
         return tuple(map(check_job_name, reply.jobs))
 
-    async def inventory(self, node: NodeName, job: JobName) -> tuple[StoredPart, ...]:
+    async def inventory(
+        self, node: NodeName, job: JobName, *, patience_s: float | None = None
+    ) -> tuple[StoredPart, ...]:
         """Returns what the node stores of a job."""
         if node == self._here:
             await trio.lowlevel.checkpoint()
             return self.member.inventory(job)
-        reply = await self._client.inventory(node, peer_pb2.InventoryRequest(job=job))
+        request = peer_pb2.InventoryRequest(job=job)
+        reply = await self._client.inventory(node, request, patience_s=patience_s)
         return tuple(
             StoredPart(snapshot_of(part.snapshot), part.committed, tuple(map(NodeName, part.copies_of)))
             for part in reply.parts

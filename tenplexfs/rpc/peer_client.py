@@ -116,15 +116,20 @@ class PeerClient:
 
         await in_thread(run, limiter=self._limiter)
 
-    async def _call(self, node: NodeName, method: str, request: Message) -> Message:
-        """Returns the answer to a call that may be made twice, retried until the deadline for short calls."""
+    async def _call(
+        self, node: NodeName, method: str, request: Message, *, patience_s: float | None = None
+    ) -> Message:
+        """Returns the answer to a call that may be made twice, retried until the deadline for short calls.
+
+        With ``patience_s``: for so long after a first failure.
+        """
         connection = self._connection(node)
 
         def run(cancel: Cancel) -> Message:
             def once(left_s: float) -> Message:
                 return connection.call(method, request, deadline_s=left_s, cancel=cancel)
 
-            return Retries(self._call_deadline_s).run(once, cancel)
+            return Retries(self._call_deadline_s, patience_s=patience_s).run(once, cancel)
 
         return await in_thread(run, limiter=self._limiter)
 
@@ -202,14 +207,22 @@ class PeerClient:
         """Makes ``node`` drop a snapshot."""
         await self._call(node, "Peer/Drop", request)
 
-    async def describe(self, node: NodeName, request: peer_pb2.DescribeRequest) -> peer_pb2.DescribeReply:
+    async def describe(
+        self, node: NodeName, request: peer_pb2.DescribeRequest, *, patience_s: float | None = None
+    ) -> peer_pb2.DescribeReply:
         """Returns what ``node`` has of a snapshot."""
-        reply: peer_pb2.DescribeReply = await self._call(node, "Peer/Describe", request)
+        reply: peer_pb2.DescribeReply = await self._call(
+            node, "Peer/Describe", request, patience_s=patience_s
+        )
         return reply
 
-    async def inventory(self, node: NodeName, request: peer_pb2.InventoryRequest) -> peer_pb2.InventoryReply:
+    async def inventory(
+        self, node: NodeName, request: peer_pb2.InventoryRequest, *, patience_s: float | None = None
+    ) -> peer_pb2.InventoryReply:
         """Returns what ``node`` stores of a job."""
-        reply: peer_pb2.InventoryReply = await self._call(node, "Peer/Inventory", request)
+        reply: peer_pb2.InventoryReply = await self._call(
+            node, "Peer/Inventory", request, patience_s=patience_s
+        )
         return reply
 
     async def sums(self, node: NodeName, request: peer_pb2.SumsRequest) -> peer_pb2.SumsReply:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import count
 
 from tenplexfs.core.snapshot import Head, JobName, NodeName, TxId
@@ -22,6 +21,7 @@ from tenplexfs.formats.dataset_settings import begin_datasets, plain_settings, p
 from tenplexfs.formats.lineage import branch_off
 from tenplexfs.formats.pauses import paused_of, with_paused
 from tenplexfs.formats.requests import Request, add_request, has_request
+from tenplexfs.runtime.asking import describe_any
 from tenplexfs.runtime.changes import Change, Saved, State
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.heads import HeadMover
@@ -30,13 +30,11 @@ from tenplexfs.runtime.planning import Resolved, Target, plan_summary, regroup_v
 from tenplexfs.runtime.protocols import Lock, Registry
 from tenplexfs.runtime.recovery import Recovery
 from tenplexfs.runtime.switching import Base, SourcesLostError, Switch, Switcher, mute
-from tenplexfs.runtime.tasks import first_answer
 
 __all__ = ["Change", "Coordinator", "Saved", "State"]
 
 log = logging.getLogger(__name__)
 
-_DESCRIBE_S = 1.0  # after so long another node is asked, too: the registry misses one that died after ten
 _SAVE_S = 5.0  # how long a save, which is quick, may have the lock before others give up
 _SWITCH_S = 600.0  # how long a save waits for what else switches the job
 
@@ -133,22 +131,26 @@ class Coordinator:
             if not has_request(known.settings_json, request) and not _is_so(change, found, now, known):
                 check_expected(now, change.expected_generation)
                 self._check_known(found)
-                await stop(now)
+                if not await self.recovery.has_lost_ranks(job, now, needed=found.nodes):
+                    await stop(now)
                 report(Progress("planning"))
 
         async def body(lock: Lock, head: Head | None) -> Head:
             head = _existing(job, head)
-            survey = await self.recovery.survey(job, head)
-            if has_request(survey.known.settings_json, request):
+            known = await self.describe(job, head)
+            if has_request(known.settings_json, request):
                 return head
-            wanted = await self._wanted(change, head, survey.known, lost=survey.lost)
-            if _is_so(change, wanted, head, survey.known) and not survey.empty:
+            wanted = await self._wanted(change, head, known)
+            survey = await self.recovery.survey(job, head, needed=wanted.nodes)
+            if survey.lost:
+                wanted = await self._wanted(change, head, known, lost=survey.lost)
+            if _is_so(change, wanted, head, known) and not survey.empty:
                 return head
             check_expected(head, change.expected_generation)
             self._check_known(wanted)
             lost = survey.lost
             for attempt in count():
-                to = await self._moved(change, head, survey.known, wanted, lost, request)
+                to = await self._moved(change, head, known, wanted, lost, survey.silent, request)
                 try:
                     return await self._switcher.switch(lock, head, replace(to, attempt=attempt), report)
                 except SourcesLostError as error:
@@ -168,13 +170,16 @@ class Coordinator:
         known: Description,
         wanted: Resolved,
         lost: frozenset[NodeName],
+        silent: frozenset[NodeName],
         request: Request,
     ) -> Switch:
         """Returns what moves a job to the layout ``wanted``, without ``lost`` nodes of its head."""
         base, planned, asked = None, Progress("staging"), known
         datasets = await self._planned_datasets(known, head, wanted)
         if head.snapshot.step is not None:
-            found = await self.recovery.base_for(change.job, head, known, wanted, lost, drop=change.drop)
+            found = await self.recovery.base_for(
+                change.job, head, known, wanted, lost, silent=silent, drop=change.drop
+            )
             base, known = found.base, found.known
             planned = Progress("staging", found.message, plan={**found.plan, "dataset": datasets})
         step = known.snapshot.step
@@ -370,9 +375,8 @@ class Coordinator:
             UnavailableError: No node that holds the job answers.
         """
         nodes = sorted(head.nodes, key=lambda each: (each != self._node, each not in self._living()))
-        asks = [partial(self._calls.describe, node, job, head.snapshot.txid) for node in nodes]
         try:
-            return await first_answer(asks, patience_s=_DESCRIBE_S)
+            return await describe_any(self._calls, nodes, job, head.snapshot.txid)
         except TenplexError as error:
             names = ", ".join(head.nodes)
             raise UnavailableError(f"job {job}: none of its nodes {names} answers: {error}") from error

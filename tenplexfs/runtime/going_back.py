@@ -5,57 +5,24 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
-import trio
-
-from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
+from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId
 from tenplexfs.core.transaction import kept_steps
 from tenplexfs.errors import InvalidError, NotFoundError, TenplexError
 from tenplexfs.formats.dataset_settings import datasets_back, datasets_of, skip_samples
 from tenplexfs.formats.lineage import with_past_of
 from tenplexfs.formats.requests import Request, has_request
+from tenplexfs.runtime.asking import InventoryCalls, describe_any, take_stock
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.coordinator import Coordinator, State
-from tenplexfs.runtime.orders import Description, Report, StoredPart
+from tenplexfs.runtime.orders import Description, Report
 from tenplexfs.runtime.past import keep_steps
 from tenplexfs.runtime.planning import expand
 from tenplexfs.runtime.restoring import Found, state_of
 from tenplexfs.runtime.snapshot import rank_nodes
 from tenplexfs.runtime.tasks import run_all
 
-__all__ = ["InventoryCalls", "PastSteps", "Rollback", "take_stock"]
-
-_PATIENCE_S = 3.0
-
-
-class InventoryCalls(Protocol):
-    """Asks a node, this one or another, what it stores."""
-
-    async def inventory(self, node: NodeName, job: JobName) -> tuple[StoredPart, ...]:
-        """Returns its parts of snapshots of ``job``, and the copies it keeps for other nodes."""
-        ...
-
-    async def describe(self, node: NodeName, job: JobName, txid: TxId) -> Description:
-        """Returns what it stores of a snapshot."""
-        ...
-
-
-async def take_stock(
-    calls: InventoryCalls, nodes: Iterable[NodeName], job: JobName, *, patience_s: float = _PATIENCE_S
-) -> dict[NodeName, tuple[StoredPart, ...]]:
-    """Returns what each of ``nodes`` stores of ``job``; without those that do not answer."""
-    found: dict[NodeName, tuple[StoredPart, ...]] = {}
-
-    async def ask(node: NodeName) -> None:
-        with trio.move_on_after(patience_s):
-            try:
-                found[node] = await calls.inventory(node, job)
-            except TenplexError:
-                return
-
-    await run_all(partial(ask, node) for node in nodes)
-    return found
+__all__ = ["PastSteps", "Rollback"]
 
 
 @dataclass(frozen=True)
@@ -113,13 +80,18 @@ class PastSteps:
                     nodes.setdefault(part.snapshot, set()).add(node)
         found: dict[int, SnapshotId] = {}
         kept = kept_steps(now, nodes, count=keep_steps(known.settings_json))
-        for snapshot, holding in nodes.items():
-            if snapshot.step is None or not (snapshot == now or snapshot.txid in kept):
-                continue
-            then = await self._calls.describe(min(holding), job, snapshot.txid)
+
+        async def look(snapshot: SnapshotId, step: int) -> None:
+            then = await describe_any(self._calls, nodes[snapshot], job, snapshot.txid)
             expanded = await self._compute(expand, then.layout_json)
-            if holding >= set(rank_nodes(expanded.ptc).values()):
-                found[snapshot.step] = snapshot
+            if nodes[snapshot] >= set(rank_nodes(expanded.ptc).values()):
+                found[step] = snapshot
+
+        await run_all(
+            partial(look, snapshot, snapshot.step)
+            for snapshot in nodes
+            if snapshot.step is not None and (snapshot == now or snapshot.txid in kept)
+        )
         return found
 
     async def describe(self, job: JobName, snapshot: SnapshotId) -> Description:
@@ -128,12 +100,12 @@ class PastSteps:
         Raises:
             NotFoundError: No node has it any more.
         """
-        for node in self._endpoints():
-            try:
-                return await self._calls.describe(node, job, snapshot.txid)
-            except TenplexError:
-                continue
-        raise NotFoundError(f"job {job}: {snapshot} is not kept any more")
+        stock = await take_stock(self._calls, self._endpoints(), job)
+        holding = [node for node, parts in stock.items() if any(part.snapshot == snapshot for part in parts)]
+        try:
+            return await describe_any(self._calls, holding, job, snapshot.txid)
+        except TenplexError as error:
+            raise NotFoundError(f"job {job}: {snapshot} is not kept any more: {error.message}") from error
 
     async def state(self, asked: Rollback, known: Description) -> State:
         """Returns the state of a step, for a job that is at ``known``.

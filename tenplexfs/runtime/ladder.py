@@ -17,9 +17,9 @@ from tenplexfs.errors import NoReplicaError, TenplexError, UnavailableError
 from tenplexfs.formats.dataset_settings import datasets_back
 from tenplexfs.formats.keep_settings import persist_of
 from tenplexfs.formats.lineage import branch_off, is_past_of, with_past_of
+from tenplexfs.runtime.asking import InventoryCalls, describe_any, take_stock
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.copying import having_of, layout_with
-from tenplexfs.runtime.going_back import InventoryCalls, take_stock
 from tenplexfs.runtime.orders import Description, StoredPart
 from tenplexfs.runtime.planning import Resolved, expand, plan_summary
 from tenplexfs.runtime.recovery import Found
@@ -56,7 +56,20 @@ class Ladder:
         self._compute = compute
         self._endpoints = endpoints
 
-    async def find(
+    async def copies(
+        self,
+        job: JobName,
+        head: Head,
+        known: Description,
+        wanted: Resolved,
+        lost: frozenset[NodeName],
+        drop: Sequence[str],
+    ) -> Found | None:
+        """Returns ``head`` from its nodes and the copies of others, or None where they lack something."""
+        wish = _Wish(job, head, known, wanted, lost, tuple(drop))
+        return await self._in_copies(wish, await self._stock(wish), known)
+
+    async def older(
         self,
         job: JobName,
         head: Head,
@@ -65,17 +78,13 @@ class Ladder:
         lost: frozenset[NodeName],
         drop: Sequence[str],
     ) -> Found:
-        """Returns the newest step that is whole somewhere, for a layout that the replicas of ``head`` lack.
+        """Returns the newest older step that is whole somewhere.
 
         Raises:
             UnavailableError: There is none.
         """
         wish = _Wish(job, head, known, wanted, lost, tuple(drop))
-        stock = await self._stock(wish)
-        found = await self._in_copies(wish, stock, known)
-        if found is not None:
-            return found
-        kept = await self._in_older_copies(wish, stock)
+        kept = await self._in_older_copies(wish, await self._stock(wish))
         persisted, failure = await self._persisted(wish)
         if persisted is not None and (kept is None or _step(persisted) > _step(kept)):
             return persisted
@@ -92,23 +101,9 @@ class Ladder:
             f"no older step is whole, and {where}"
         )
 
-    async def has_copies(
-        self,
-        job: JobName,
-        head: Head,
-        known: Description,
-        wanted: Resolved,
-        lost: frozenset[NodeName],
-        drop: Sequence[str],
-    ) -> bool:
-        """Returns whether copies have what the replicas of ``head`` lack."""
-        wish = _Wish(job, head, known, wanted, lost, tuple(drop))
-        return await self._in_copies(wish, await self._stock(wish), known) is not None
-
-    async def _stock(self, wish: _Wish) -> dict[NodeName, Sequence[StoredPart]]:
+    async def _stock(self, wish: _Wish) -> dict[NodeName, tuple[StoredPart, ...]]:
         """Returns what the nodes that are left store of the job."""
-        stock = await take_stock(self._calls, self._endpoints(), wish.job)
-        return {node: parts for node, parts in stock.items() if node not in wish.lost}
+        return await take_stock(self._calls, {*self._endpoints()} - wish.lost, wish.job)
 
     async def _in_copies(
         self, wish: _Wish, stock: Mapping[NodeName, Sequence[StoredPart]], then: Description
@@ -143,15 +138,14 @@ class Ladder:
         self, wish: _Wish, stock: Mapping[NodeName, Sequence[StoredPart]]
     ) -> Found | None:
         now = wish.head.snapshot
-        older = {
-            part.snapshot: node
-            for node, parts in stock.items()
-            for part in parts
-            if part.committed and not part.copies_of and _is_before(part.snapshot, now, wish.known)
-        }
+        older: dict[SnapshotId, list[NodeName]] = {}
+        for node, parts in stock.items():
+            for part in parts:
+                if part.committed and not part.copies_of and _is_before(part.snapshot, now, wish.known):
+                    older.setdefault(part.snapshot, []).append(node)
         for snapshot in sorted(older, key=lambda each: (each.step or 0, each.generation), reverse=True):
             try:
-                then = await self._calls.describe(older[snapshot], wish.job, snapshot.txid)
+                then = await describe_any(self._calls, older[snapshot], wish.job, snapshot.txid)
             except TenplexError:
                 continue
             found = await self._in_copies(wish, stock, then)

@@ -122,10 +122,24 @@ class NodeCalls(Protocol):
         """Drops a snapshot that is staged or no longer the head; ``reason`` is for who waits for it."""
         ...
 
-    async def describe(self, node: NodeName, job: JobName, txid: TxId) -> Description:
+    async def describe(
+        self, node: NodeName, job: JobName, txid: TxId, *, patience_s: float | None = None
+    ) -> Description:
         """Returns what the node stores of the snapshot.
+
+        Args:
+            node: Whom to ask.
+            job: Name of the job.
+            txid: Of the snapshot.
+            patience_s: How long to try again where nobody is there; None: until the call's deadline.
 
         Raises:
             NotFoundError: Nothing.
         """
+        ...
+
+    async def inventory(
+        self, node: NodeName, job: JobName, *, patience_s: float | None = None
+    ) -> tuple[StoredPart, ...]:
+        """Returns its parts of snapshots of ``job``, and the copies it keeps for other nodes."""
         ...

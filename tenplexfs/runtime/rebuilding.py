@@ -8,7 +8,8 @@ from functools import partial
 from typing import Protocol
 
 from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId
-from tenplexfs.errors import NotFoundError, PreconditionError, TenplexError, TimedOutError, UnavailableError
+from tenplexfs.errors import NotFoundError, PreconditionError, TimedOutError, UnavailableError
+from tenplexfs.runtime.asking import describe_any
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.heads import HeadMover
 from tenplexfs.runtime.orders import Description, NodeCalls, StoredPart
@@ -25,10 +26,6 @@ class StoreCalls(NodeCalls, Protocol):
 
     async def jobs(self, node: NodeName) -> tuple[JobName, ...]:
         """Returns the jobs of which the node stores something."""
-        ...
-
-    async def inventory(self, node: NodeName, job: JobName) -> tuple[StoredPart, ...]:
-        """Returns what the node stores of a job."""
         ...
 
 
@@ -172,14 +169,12 @@ class Rebuilder:
     async def _describe(
         self, job: JobName, snapshot: SnapshotId, nodes: Collection[NodeName]
     ) -> Description | None:
-        for node in sorted(nodes, key=lambda each: each != self._node):
-            try:
-                return await self._calls.describe(node, job, snapshot.txid)
-            except (NotFoundError, UnavailableError, TimedOutError):
-                continue
-            except TenplexError as error:
-                raise type(error)(f"node {node}: {error.message}") from error
-        return None
+        try:
+            return await describe_any(
+                self._calls, sorted(nodes, key=lambda each: each != self._node), job, snapshot.txid
+            )
+        except (NotFoundError, UnavailableError, TimedOutError):
+            return None
 
 
 def _order(snapshot: SnapshotId) -> tuple[int, int]:

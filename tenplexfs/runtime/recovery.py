@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import trio
 
-from tenplexfs.core.snapshot import Head, JobName, NodeName
-from tenplexfs.errors import NoReplicaError, NotFoundError, TenplexError, TimedOutError, UnavailableError
+from tenplexfs.core.snapshot import Head, JobName, NodeName, TxId
+from tenplexfs.errors import NoReplicaError, NotFoundError, TimedOutError, UnavailableError
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.orders import Description, NodeCalls
 from tenplexfs.runtime.planning import Resolved, plan_summary
@@ -26,7 +26,10 @@ __all__ = ["Beyond", "Found", "Recovery", "Survey"]
 
 log = logging.getLogger(__name__)
 
-_DEAD_S = 2.0  # how long a node is waited for that the registry does not know as alive
+_DEAD_S = 1.0  # how long a node is waited for that the registry does not know as alive
+_REFUSED_S = 0.4  # the same of one that refuses connections, and can be done without
+_SLOW_S = 2.0  # the same of one that takes calls and answers none
+_LOOK_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -34,18 +37,23 @@ class Survey:
     """What became of the nodes of a head.
 
     Attributes:
-        known: What those that answer store of it.
         empty: Nodes that answer and have lost their part: their store began anew.
-        silent: Nodes that do not answer.
+        gone: Nodes that nobody can reach, or that do not answer and are not alive for the registry.
+        slow: Nodes that have not answered soon enough, and may yet.
     """
 
-    known: Description
     empty: frozenset[NodeName]
-    silent: frozenset[NodeName]
+    gone: frozenset[NodeName]
+    slow: frozenset[NodeName]
+
+    @property
+    def silent(self) -> frozenset[NodeName]:
+        """Nodes that do not answer: they may have their part."""
+        return self.gone | self.slow
 
     @property
     def lost(self) -> frozenset[NodeName]:
-        """Nodes that cannot send their part."""
+        """Nodes that cannot send their part, as far as anybody can tell now."""
         return self.empty | self.silent
 
 
@@ -69,7 +77,19 @@ class Found:
 class Beyond(Protocol):
     """Looks further, when the nodes of a head that are left do not have all of it."""
 
-    async def find(
+    async def copies(
+        self,
+        job: JobName,
+        head: Head,
+        known: Description,
+        wanted: Resolved,
+        lost: frozenset[NodeName],
+        drop: Sequence[str],
+    ) -> Found | None:
+        """Returns ``head`` from copies on other nodes, where they have what is missing."""
+        ...
+
+    async def older(
         self,
         job: JobName,
         head: Head,
@@ -78,23 +98,11 @@ class Beyond(Protocol):
         lost: frozenset[NodeName],
         drop: Sequence[str],
     ) -> Found:
-        """Returns what the next snapshot is made of instead.
+        """Returns an older step instead.
 
         Raises:
-            UnavailableError: Nothing is left.
+            UnavailableError: None is left.
         """
-        ...
-
-    async def has_copies(
-        self,
-        job: JobName,
-        head: Head,
-        known: Description,
-        wanted: Resolved,
-        lost: frozenset[NodeName],
-        drop: Sequence[str],
-    ) -> bool:
-        """Returns whether copies on other nodes have what is missing."""
         ...
 
 
@@ -117,32 +125,67 @@ class Recovery:
         self._compute = compute
         self._living = living
 
-    async def survey(self, job: JobName, head: Head) -> Survey:
-        """Asks every node of ``head`` whether it has its part.
+    async def survey(self, job: JobName, head: Head, *, needed: Collection[NodeName] = ()) -> Survey:
+        """Asks every node of ``head``, all at once, whether it has its part.
 
-        Raises:
-            UnavailableError: None has, or none answers.
+        Args:
+            job: Name of the job.
+            head: What it is now.
+            needed: Nodes that nothing can be done without: a daemon that is being restarted, or is slow, is
+                waited for as long as the registry knows it as alive. The others soon count as silent.
         """
-        answers: dict[NodeName, Description | TenplexError] = {}
-        living = self._living()
+        return await self._survey(job, head.snapshot.txid, frozenset(head.nodes), frozenset(needed))
+
+    async def has_lost_ranks(self, job: JobName, head: Head, *, needed: Collection[NodeName]) -> bool:
+        """Returns whether ranks of ``head`` are gone with their node: the others finish no step without."""
+        gone = (await self.survey(job, head, needed=needed)).gone
+        if gone:
+            log.warning("job %s: not stopped: %s is gone", job, ", ".join(sorted(gone)))
+        return bool(gone)
+
+    async def _survey(
+        self, job: JobName, txid: TxId, nodes: frozenset[NodeName], needed: frozenset[NodeName]
+    ) -> Survey:
+        waiting, empty, gone = set(nodes), set[NodeName](), set[NodeName]()
+        begin_s = trio.current_time()
 
         async def ask(node: NodeName) -> None:
-            answers[node] = UnavailableError("no answer")
-            is_dead = bool(living) and node not in living
-            with trio.move_on_after(_DEAD_S if is_dead else float("inf")):
-                try:
-                    answers[node] = await self._calls.describe(node, job, head.snapshot.txid)
-                except (NotFoundError, UnavailableError, TimedOutError) as error:
-                    answers[node] = error
+            patience_s = None if node in needed else _REFUSED_S
+            try:
+                parts = await self._calls.inventory(node, job, patience_s=patience_s)
+            except TimedOutError:
+                return  # it takes calls
+            except (NotFoundError, UnavailableError):
+                gone.add(node)
+            else:
+                if all(part.snapshot.txid != txid or part.copies_of for part in parts):
+                    empty.add(node)
+            waiting.discard(node)
 
-        await run_all(partial(ask, node) for node in head.nodes)
-        found = [each for each in answers.values() if isinstance(each, Description)]
-        failures = {node: each for node, each in answers.items() if isinstance(each, TenplexError)}
-        if not found:
-            why = "; ".join(f"{node}: {error.message}" for node, error in sorted(failures.items()))
-            raise UnavailableError(f"job {job}: no node has {head.snapshot}: {why}")
-        empty = frozenset(node for node, error in failures.items() if isinstance(error, NotFoundError))
-        return Survey(found[0], empty, frozenset(failures) - empty)
+        async def watch(scope: trio.CancelScope) -> None:
+            while True:
+                if not any(self._is_waited_for(node, begin_s, needed) for node in waiting):
+                    scope.cancel()
+                await trio.sleep(_LOOK_S)
+
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(watch, scope)
+                await run_all(partial(ask, node) for node in nodes)
+                nursery.cancel_scope.cancel()
+        gone |= self._missed(waiting)
+        return Survey(frozenset(empty), frozenset(gone), frozenset(waiting - gone))
+
+    def _is_waited_for(self, node: NodeName, begin_s: float, needed: Collection[NodeName]) -> bool:
+        waited_s = trio.current_time() - begin_s
+        if self._missed((node,)):
+            return waited_s < _DEAD_S
+        return node in needed or waited_s < _SLOW_S
+
+    def _missed(self, nodes: Collection[NodeName]) -> set[NodeName]:
+        """Returns which of ``nodes`` the registry does not know as alive."""
+        living = self._living()
+        return {*nodes} - {*living} if living else set()
 
     async def base_for(
         self,
@@ -152,6 +195,7 @@ class Recovery:
         wanted: Resolved,
         lost: frozenset[NodeName],
         *,
+        silent: frozenset[NodeName] = frozenset(),
         drop: Sequence[str] = (),
     ) -> Found:
         """Returns what a job's next snapshot, under the layout ``wanted``, is made of.
@@ -162,6 +206,8 @@ class Recovery:
             known: What its nodes store of that.
             wanted: The new layout.
             lost: Nodes of ``head`` that cannot send their part.
+            silent: Those of them that have not said so: before the job goes back to an older step, they are
+                waited for as long as the registry knows them as alive.
             drop: Patterns of tensors that the new layout may lack.
 
         Raises:
@@ -173,7 +219,11 @@ class Recovery:
         except NoReplicaError:
             if self.beyond is None:
                 raise
-            found = await self.beyond.find(job, head, known, wanted, gone, drop)
+            found = await self.beyond.copies(job, head, known, wanted, gone, drop)
+            if found is None:
+                if back := await self._returned(job, head, gone & silent):
+                    return await self.base_for(job, head, known, wanted, lost - back, drop=drop)
+                found = await self.beyond.older(job, head, known, wanted, gone, drop)
             log.warning("job %s: %s", job, found.message)
             return found
         senders = frozenset(map(NodeName, plan["matrix"]))
@@ -183,6 +233,13 @@ class Recovery:
         names = ", ".join(sorted(gone))
         log.warning("job %s: %s is taken from replicas, without %s", job, head.snapshot, names)
         return Found(base, known, plan, f"without {names}: from replicas")
+
+    async def _returned(self, job: JobName, head: Head, silent: frozenset[NodeName]) -> frozenset[NodeName]:
+        """Returns which of ``silent`` have their part after all, once the others are missed for sure."""
+        if not silent:
+            return silent
+        log.warning("job %s: waiting for %s, which alone may have its bytes", job, ", ".join(sorted(silent)))
+        return silent - (await self._survey(job, head.snapshot.txid, silent, silent)).lost
 
     async def has_replicas(
         self,
@@ -200,7 +257,7 @@ class Recovery:
         except NoReplicaError:
             if self.beyond is None:
                 return False
-            return await self.beyond.has_copies(job, head, known, wanted, lost, drop)
+            return await self.beyond.copies(job, head, known, wanted, lost, drop) is not None
         return True
 
     async def _plan(

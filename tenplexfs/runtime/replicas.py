@@ -24,6 +24,7 @@ from tenplexfs.errors import NoRoomError, NotFoundError, TenplexError
 from tenplexfs.formats import npy
 from tenplexfs.formats.keep_settings import replicas_of
 from tenplexfs.runtime.array_sums import decode_array_sums, owners_in
+from tenplexfs.runtime.asking import InventoryCalls, take_stock
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.copying import (
     check_sums,
@@ -34,7 +35,6 @@ from tenplexfs.runtime.copying import (
     survives_with,
     unchanged,
 )
-from tenplexfs.runtime.going_back import InventoryCalls, take_stock
 from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.member import Member
 from tenplexfs.runtime.past import Shown, job_memory_bytes

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 _DROP_S = 10.0
 _LOOK_S = 0.5
 _GUEST_S = 2.0  # how long a node that holds nothing of the job keeps the answer waiting
-_MISSED_S = 0.2  # the same of one that the registry does not know as alive
+_MISSED_S = 0.2  # the same of one that is lost, or that the registry does not know as alive
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,12 @@ class Switcher:
         )
 
     async def announce(
-        self, job: JobName, head: Head | None, members: tuple[NodeName, ...]
+        self,
+        job: JobName,
+        head: Head | None,
+        members: tuple[NodeName, ...],
+        *,
+        lost: Collection[NodeName] = (),
     ) -> list[NodeName]:
         """Tells every known node; returns the members that did not acknowledge."""
         late: list[NodeName] = []
@@ -170,7 +175,8 @@ class Switcher:
 
         async def tell(node: NodeName) -> None:
             why = "no answer"
-            guest_s = _GUEST_S if node in living or not living else _MISSED_S
+            is_missed = node in lost or (living and node not in living)
+            guest_s = _MISSED_S if is_missed else _GUEST_S
             with trio.move_on_after(math.inf if node in members else guest_s):
                 try:
                     await self.calls.switch(node, job, head)
@@ -315,7 +321,7 @@ class _Carrying:
         self._report(replace(self._progress("committing", message), is_undecided=True))
 
     async def _tell(self, nodes: tuple[NodeName, ...]) -> tuple[Action, ...]:
-        late = await self._by.announce(self._lock.job, self._new, nodes)
+        late = await self._by.announce(self._lock.job, self._new, nodes, lost=self._order.lost)
         following: tuple[Action, ...] = ()
         for node in nodes:
             following = self._machine.told(node, acknowledged=node not in late)

@@ -307,7 +307,9 @@ class Calls:
     async def drop(self, node: NodeName, job: JobName, txid: TxId, reason: str = "") -> None:
         await self._node(node, "drop").member.drop(job, txid)
 
-    async def describe(self, node: NodeName, job: JobName, txid: TxId) -> Description:
+    async def describe(
+        self, node: NodeName, job: JobName, txid: TxId, *, patience_s: float | None = None
+    ) -> Description:
         await trio.lowlevel.checkpoint()
         return self._node(node, "describe").member.describe(job, txid)
 
@@ -315,7 +317,9 @@ class Calls:
         await trio.lowlevel.checkpoint()
         return self._node(node, "jobs").member.jobs()
 
-    async def inventory(self, node: NodeName, job: JobName) -> tuple[StoredPart, ...]:
+    async def inventory(
+        self, node: NodeName, job: JobName, *, patience_s: float | None = None
+    ) -> tuple[StoredPart, ...]:
         await trio.lowlevel.checkpoint()
         return self._node(node, "inventory").member.inventory(job)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import trio
+import trio.testing
 
 from tenplexfs.core.build import build_ptc
 from tenplexfs.core.snapshot import NodeName
@@ -184,20 +185,158 @@ def test_a_node_that_came_back_empty_is_filled_by_asking_for_the_same_layout(clu
     run(main)
 
 
+class Frozen:
+    """A node that takes calls, and answers none until it is thawed; time passes when a test says so."""
+
+    def __init__(self, cluster: Cluster, number: int) -> None:
+        self.name = f"node{number}"
+        self.asked, self.thawed = trio.Event(), trio.Event()
+        self.clock = trio.lowlevel.current_clock()
+        inventory, describe = cluster.calls.inventory, cluster.calls.describe
+
+        async def slow_inventory(node, job, **how):
+            await self.wait(node)
+            return await inventory(node, job, **how)
+
+        async def slow_describe(node, job, txid, **how):
+            await self.wait(node)
+            return await describe(node, job, txid, **how)
+
+        cluster.calls.inventory, cluster.calls.describe = slow_inventory, slow_describe
+
+    async def wait(self, node: str) -> None:
+        if node == self.name:
+            self.asked.set()
+            await self.thawed.wait()
+
+    async def pass_time(self, seconds: float) -> None:
+        """Lets time pass once it is being waited for."""
+        await self.asked.wait()
+        await trio.testing.wait_all_tasks_blocked()
+        for _ in range(2):
+            self.clock.jump(seconds / 2)
+            await trio.testing.wait_all_tasks_blocked()
+
+
+def run_in_virtual_time(work) -> None:
+    trio.run(work, clock=trio.testing.MockClock())
+
+
 def test_a_node_that_is_dead_for_the_registry_is_not_waited_for(cluster):
     async def main():
         await ready(cluster)
-        describe = cluster.calls.describe
-
-        async def waiting(node, job, txid):
-            if node == "node1":
-                await trio.sleep_forever()
-            return await describe(node, job, txid)
-
-        cluster.calls.describe = waiting
+        frozen = Frozen(cluster, 1)
         cluster.calls.living = {"node0", "node2", "node3"}
-        with trio.fail_after(10):
-            await move(cluster, on("node0", "node2", tp=1))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(move, cluster, on("node0", "node2", tp=1))
+            await frozen.pass_time(1.1)
+        await check(cluster, 0, 2, 3, 4)
+
+    run_in_virtual_time(main)
+
+
+def test_a_node_that_can_be_done_without_is_not_waited_for(cluster):
+    """Its lease goes on: it may only be slow."""
+
+    async def main():
+        await ready(cluster)
+        frozen = Frozen(cluster, 1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(move, cluster, on("node0", "node2", tp=1))
+            await frozen.pass_time(1.8)
+            assert cluster.nodes[0].shown().id.generation == 1
+            await frozen.pass_time(0.4)
+        await check(cluster, 0, 2, 3, 4)
+        assert "node1" not in cluster.peers.asked
+
+    run_in_virtual_time(main)
+
+
+def test_a_slow_node_of_the_new_layout_is_waited_for(cluster):
+    async def main():
+        await ready(cluster)
+        frozen = Frozen(cluster, 1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(move, cluster, on("node0", "node1", tp=1))
+            await frozen.pass_time(9.0)
+            assert cluster.nodes[0].shown().id.generation == 1
+            frozen.thawed.set()
+        assert cluster.nodes[1].shown().id.generation == 2
+        await cluster.check(WHOLE)
+
+    run_in_virtual_time(main)
+
+
+class OlderStepError(UnavailableError):
+    """The job would go back to an older step."""
+
+
+class OnlyOlder:
+    """There are no copies."""
+
+    async def copies(self, *wish):
+        return None
+
+    async def older(self, *wish):
+        raise OlderStepError("an older step")
+
+
+async def alone(cluster: Cluster) -> None:
+    """Each node has what no other has."""
+    nodes = {"node0": [0], "node1": [1], "node2": [2], "node3": [3]}
+    await cluster.nodes[0].coordinator.create(JOB, layout_json(nodes=nodes), b"{}")
+    await cluster.load(tensors_of(build_ptc(parse_layout(layout_json(nodes=nodes)))))
+    cluster.nodes[0].coordinator.recovery.beyond = OnlyOlder()
+
+
+def test_a_slow_node_that_alone_has_its_bytes_is_waited_for(cluster):
+    async def main():
+        await alone(cluster)
+        frozen = Frozen(cluster, 1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(move, cluster, on("node0", "node2"))
+            await frozen.pass_time(9.0)
+            assert cluster.nodes[0].shown().id.generation == 1
+            frozen.thawed.set()
+        assert cluster.nodes[0].shown().id.generation == 2
+        await cluster.check(tensors_of(build_ptc(parse_layout(layout_json()))))
+
+    run_in_virtual_time(main)
+
+
+def test_once_such_a_node_is_missed_the_job_goes_back(cluster):
+    async def main():
+        await alone(cluster)
+        frozen = Frozen(cluster, 1)
+        async with trio.open_nursery() as nursery:
+
+            async def go_back():
+                with pytest.raises(OlderStepError):
+                    await move(cluster, on("node0", "node2"))
+
+            nursery.start_soon(go_back)
+            await frozen.pass_time(9.0)
+            cluster.calls.living = {"node0", "node2", "node3"}
+            await frozen.pass_time(1.1)
+
+    run_in_virtual_time(main)
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_ranks_are_not_stopped_when_some_are_gone(cluster, is_gone):
+    async def main():
+        await ready(cluster)
+        stopped = []
+
+        async def stop(head):
+            stopped.append(head)
+
+        if is_gone:
+            cluster.kill(1)
+        coordinator = cluster.nodes[0].coordinator
+        change = Change(JOB, on("node0", "node2", tp=1))
+        await coordinator.reconfigure(change, lambda progress: None, stop=stop)
+        assert len(stopped) == (not is_gone)
 
     run(main)
 
@@ -205,10 +344,10 @@ def test_a_node_that_is_dead_for_the_registry_is_not_waited_for(cluster):
 class NoFurther:
     """Looks nowhere else: it must not be asked."""
 
-    async def find(self, *wish):
+    async def copies(self, *wish):
         raise AssertionError
 
-    has_copies = find
+    older = copies
 
 
 def test_a_planner_that_dies_sends_no_job_back_to_an_older_step(cluster):
