@@ -6,6 +6,7 @@ takes room in its store, lets the stream land, and gives all back. Both make the
 
 from __future__ import annotations
 
+import argparse
 import mmap
 import os
 import socket
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import trio
-from harness import MIB, cluster, measure, run, write_layout, write_safetensors
+from harness import MIB, cluster, measure, record, run, write_layout, write_safetensors
 
 from tenplexfs.core.node_part import Target
 from tenplexfs.core.ptc import Shard
@@ -89,6 +90,9 @@ REPORTER = Reporter(lambda done, total: None)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, help="directory of transfer.csv")
+    arguments = parser.parse_args()
     keep_freed_memory()
     tensor = np.random.default_rng(0).random(SHAPE, np.float32)
     used = np.ones(SHAPE, np.float32)
@@ -117,7 +121,7 @@ def main() -> None:
         sizes = {name: 4 * shape[0] * shape[1] for name, (shape, _, _) in work.items()}
         fetches = {name: (sizes[name], lambda name=name: receiver.fetch(*work[name])) for name in work}
         try:
-            measure(
+            rows = measure(
                 "256 MiB over loopback",
                 {
                     "TCP into a fresh file in memory": (
@@ -130,19 +134,23 @@ def main() -> None:
                     ),
                     "peer, whole, into a store": fetches["whole"],
                 },
+                targets={"peer, whole, into a store": 0.65},
             )
-            measure(
+            rows += measure(
                 "what is asked for, into a store",
                 {
                     "whole, 256 MiB": fetches["whole"],
                     "half of the columns, 128 MiB": fetches["columns"],
                     f"{PIECES:,} pieces of 4 KiB": fetches["pieces"],
                 },
+                targets={"half of the columns, 128 MiB": 0.8, f"{PIECES:,} pieces of 4 KiB": 0.5},
             )
             receiver.keeps = True
             wanted = {"whole": tensor, "columns": tensor[:, 256:768], "pieces": tensor[: 3 * PIECES : 3]}
             if not all(np.array_equal(receiver.fetch(*work[name]), wanted[name]) for name in work):
                 raise SystemExit("the bytes that came are not those of the tensor")
+            if arguments.output is not None:
+                record(arguments.output / "transfer.csv", rows)
         finally:
             client.close()
             store.close()
