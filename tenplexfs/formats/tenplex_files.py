@@ -16,6 +16,7 @@ import json
 import pickle
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tenplexfs.core.paths import escape_component, path_of_name
@@ -52,8 +53,9 @@ _LONGEST_INT = 4300  # of what Python makes numbers
 _MAX_DEPTH = 200
 
 
-class TensorFile(NamedTuple):
-    """A tensor of the layout, in the place of its bytes.
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """A tensor of the layout, in the place of its bytes. No tuple, for those are values.
 
     Attributes:
         path: Tensor path.

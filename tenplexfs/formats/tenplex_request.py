@@ -129,13 +129,12 @@ def parse_meta(data: bytes) -> tuple[str, tuple[int, ...]]:
     Raises:
         InvalidError: It is none.
     """
-    dtype, *rest = data.decode(errors="replace").split()
-    count, *sizes = rest or ["-"]
-    if count != str(len(sizes)):
+    words = data.decode(errors="replace").split()
+    if len(words) < 2 or words[1] != str(len(words) - 2):
         raise InvalidError(
             f"meta {data[:100]!r}: need dtype, the number of dims, and their sizes, line by line"
         )
-    return parse_array(dtype, ",".join(sizes))
+    return parse_array(words[0], ",".join(words[2:]))
 
 
 def parse_step(data: bytes) -> int:
