@@ -94,13 +94,14 @@ async def _next_header(body: Body) -> tarfile.TarInfo | None:
 
 async def _skip(body: Body, count: int, *, may_end: bool = False) -> None:
     block = memoryview(bytearray(min(count, 1 << 16)))
-    while count:
-        got = await body.read_into(block[:count])
-        if not got and may_end:
+    left = count
+    while left:
+        got = await body.read_into(block[:left])
+        if not got and may_end and left == count:
             return
         if not got:
             raise InvalidError("tar: it ends in the middle")
-        count -= got
+        left -= got
 
 
 def _records(data: bytes) -> dict[str, str]:
