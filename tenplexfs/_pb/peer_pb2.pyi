@@ -28,7 +28,7 @@ class HelloReply(_message.Message):
     def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., jobs: _Optional[_Iterable[str]] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class StageRequest(_message.Message):
-    __slots__ = ("job", "snapshot", "base_txid", "old_layout_json", "new_layout_json", "settings_json", "coordinator", "drop", "endpoints", "created_ns", "values", "is_save", "source", "lost", "fence", "head_txid")
+    __slots__ = ("job", "snapshot", "base_txid", "old_layout_json", "new_layout_json", "settings_json", "coordinator", "drop", "endpoints", "created_ns", "values", "is_save", "source", "lost", "by", "leader")
     class EndpointsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -50,8 +50,8 @@ class StageRequest(_message.Message):
     IS_SAVE_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
-    FENCE_FIELD_NUMBER: _ClassVar[int]
-    HEAD_TXID_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
+    LEADER_FIELD_NUMBER: _ClassVar[int]
     job: str
     snapshot: _registry_pb2.Snapshot
     base_txid: str
@@ -66,9 +66,19 @@ class StageRequest(_message.Message):
     is_save: bool
     source: str
     lost: _containers.RepeatedScalarFieldContainer[str]
-    fence: int
-    head_txid: str
-    def __init__(self, job: _Optional[str] = ..., snapshot: _Optional[_Union[_registry_pb2.Snapshot, _Mapping]] = ..., base_txid: _Optional[str] = ..., old_layout_json: _Optional[str] = ..., new_layout_json: _Optional[str] = ..., settings_json: _Optional[str] = ..., coordinator: _Optional[str] = ..., drop: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., created_ns: _Optional[int] = ..., values: _Optional[bytes] = ..., is_save: _Optional[bool] = ..., source: _Optional[str] = ..., lost: _Optional[_Iterable[str]] = ..., fence: _Optional[int] = ..., head_txid: _Optional[str] = ...) -> None: ...
+    by: Mandate
+    leader: str
+    def __init__(self, job: _Optional[str] = ..., snapshot: _Optional[_Union[_registry_pb2.Snapshot, _Mapping]] = ..., base_txid: _Optional[str] = ..., old_layout_json: _Optional[str] = ..., new_layout_json: _Optional[str] = ..., settings_json: _Optional[str] = ..., coordinator: _Optional[str] = ..., drop: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., created_ns: _Optional[int] = ..., values: _Optional[bytes] = ..., is_save: _Optional[bool] = ..., source: _Optional[str] = ..., lost: _Optional[_Iterable[str]] = ..., by: _Optional[_Union[Mandate, _Mapping]] = ..., leader: _Optional[str] = ...) -> None: ...
+
+class Mandate(_message.Message):
+    __slots__ = ("owner", "token", "attempt")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    owner: str
+    token: int
+    attempt: int
+    def __init__(self, owner: _Optional[str] = ..., token: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class StageProgress(_message.Message):
     __slots__ = ("bytes_done", "bytes_total")
@@ -91,14 +101,16 @@ class SwitchReply(_message.Message):
     def __init__(self) -> None: ...
 
 class DropRequest(_message.Message):
-    __slots__ = ("job", "txid", "reason")
+    __slots__ = ("job", "txid", "reason", "by")
     JOB_FIELD_NUMBER: _ClassVar[int]
     TXID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
     job: str
     txid: str
     reason: str
-    def __init__(self, job: _Optional[str] = ..., txid: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    by: Mandate
+    def __init__(self, job: _Optional[str] = ..., txid: _Optional[str] = ..., reason: _Optional[str] = ..., by: _Optional[_Union[Mandate, _Mapping]] = ...) -> None: ...
 
 class DropReply(_message.Message):
     __slots__ = ()

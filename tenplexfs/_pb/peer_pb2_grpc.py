@@ -117,14 +117,15 @@ class PeerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Switch(self, request, context):
-        """The head has moved: shows it. Answered when fresh opens see it.
+        """The head has moved: the node looks at its registry, and shows it. Answered when fresh opens see it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drop(self, request, context):
-        """Drops a snapshot that is staged or no longer the head. Dropping what is not there succeeds.
+        """Drops a snapshot that is staged or no longer the head. Dropping what is not there succeeds. Without a
+        mandate only what no coordinator was promised is given up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btenplexfs/v1/registry.proto\x12\x0ctenplexfs.v1\"H\n\x08Snapshot\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x11\n\x04step\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x0c\n\x04txid\x18\x03 \x01(\tB\x07\n\x05_step\"V\n\x04Head\x12(\n\x08snapshot\x18\x01 \x01(\x0b\x32\x16.tenplexfs.v1.Snapshot\x12\x15\n\rlayout_digest\x18\x02 \x01(\t\x12\r\n\x05nodes\x18\x03 \x03(\t\"\x0e\n\x0cHeadsRequest\"\x94\x01\n\nHeadsReply\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x32\n\x05heads\x18\x02 \x03(\x0b\x32#.tenplexfs.v1.HeadsReply.HeadsEntry\x1a@\n\nHeadsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12!\n\x05value\x18\x02 \x01(\x0b\x32\x12.tenplexfs.v1.Head:\x02\x38\x01\"8\n\x0bLockRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12\r\n\x05ttl_s\x18\x03 \x01(\x01\"\x1a\n\tLockReply\x12\r\n\x05token\x18\x01 \x01(\x04\":\n\rUnlockRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12\r\n\x05token\x18\x03 \x01(\x04\"\r\n\x0bUnlockReply\"\x88\x01\n\x14\x43ompareAndSetRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12\r\n\x05token\x18\x03 \x01(\x04\x12$\n\x08\x65xpected\x18\x04 \x01(\x0b\x32\x12.tenplexfs.v1.Head\x12\x1f\n\x03new\x18\x05 \x01(\x0b\x32\x12.tenplexfs.v1.Head\"\x14\n\x12\x43ompareAndSetReply\" \n\x0cWatchRequest\x12\x10\n\x08revision\x18\x01 \x01(\x04\"L\n\tHeadEvent\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x0b\n\x03job\x18\x02 \x01(\t\x12 \n\x04head\x18\x03 \x01(\x0b\x32\x12.tenplexfs.v1.Head\"P\n\x08NodeInfo\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\"F\n\x0f\x41nnounceRequest\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.tenplexfs.v1.NodeInfo\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\"\x0f\n\rAnnounceReply\"7\n\x0fWithdrawRequest\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.tenplexfs.v1.NodeInfo\"\x0f\n\rWithdrawReply\"\x0e\n\x0cNodesRequest\"3\n\nNodesReply\x12%\n\x05nodes\x18\x01 \x03(\x0b\x32\x16.tenplexfs.v1.NodeInfo2\xf3\x04\n\x08Registry\x12=\n\x05Heads\x12\x1a.tenplexfs.v1.HeadsRequest\x1a\x18.tenplexfs.v1.HeadsReply\x12:\n\x04Lock\x12\x19.tenplexfs.v1.LockRequest\x1a\x17.tenplexfs.v1.LockReply\x12@\n\x06Unlock\x12\x1b.tenplexfs.v1.UnlockRequest\x1a\x19.tenplexfs.v1.UnlockReply\x12U\n\rCompareAndSet\x12\".tenplexfs.v1.CompareAndSetRequest\x1a .tenplexfs.v1.CompareAndSetReply\x12>\n\x05Watch\x12\x1a.tenplexfs.v1.WatchRequest\x1a\x17.tenplexfs.v1.HeadEvent0\x01\x12\x46\n\x08\x41nnounce\x12\x1d.tenplexfs.v1.AnnounceRequest\x1a\x1b.tenplexfs.v1.AnnounceReply\x12\x46\n\x08Withdraw\x12\x1d.tenplexfs.v1.WithdrawRequest\x1a\x1b.tenplexfs.v1.WithdrawReply\x12=\n\x05Nodes\x12\x1a.tenplexfs.v1.NodesRequest\x1a\x18.tenplexfs.v1.NodesReply\x12\x44\n\nWatchNodes\x12\x1a.tenplexfs.v1.NodesRequest\x1a\x18.tenplexfs.v1.NodesReply0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btenplexfs/v1/registry.proto\x12\x0ctenplexfs.v1\"H\n\x08Snapshot\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x11\n\x04step\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x0c\n\x04txid\x18\x03 \x01(\tB\x07\n\x05_step\"V\n\x04Head\x12(\n\x08snapshot\x18\x01 \x01(\x0b\x32\x16.tenplexfs.v1.Snapshot\x12\x15\n\rlayout_digest\x18\x02 \x01(\t\x12\r\n\x05nodes\x18\x03 \x03(\t\"\x0e\n\x0cHeadsRequest\"\x94\x01\n\nHeadsReply\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x32\n\x05heads\x18\x02 \x03(\x0b\x32#.tenplexfs.v1.HeadsReply.HeadsEntry\x1a@\n\nHeadsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12!\n\x05value\x18\x02 \x01(\x0b\x32\x12.tenplexfs.v1.Head:\x02\x38\x01\"\x1a\n\x0bLookRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"K\n\tLookReply\x12 \n\x04head\x18\x01 \x01(\x0b\x32\x12.tenplexfs.v1.Head\x12\r\n\x05owner\x18\x02 \x01(\t\x12\r\n\x05token\x18\x03 \x01(\x04\"8\n\x0bLockRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12\r\n\x05ttl_s\x18\x03 \x01(\x01\"\x1a\n\tLockReply\x12\r\n\x05token\x18\x01 \x01(\x04\"H\n\x0cRenewRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12\r\n\x05token\x18\x03 \x01(\x04\x12\r\n\x05ttl_s\x18\x04 \x01(\x01\"\x0c\n\nRenewReply\":\n\rUnlockRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12\r\n\x05token\x18\x03 \x01(\x04\"\r\n\x0bUnlockReply\"\x88\x01\n\x14\x43ompareAndSetRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05owner\x18\x02 \x01(\t\x12\r\n\x05token\x18\x03 \x01(\x04\x12$\n\x08\x65xpected\x18\x04 \x01(\x0b\x32\x12.tenplexfs.v1.Head\x12\x1f\n\x03new\x18\x05 \x01(\x0b\x32\x12.tenplexfs.v1.Head\"\x14\n\x12\x43ompareAndSetReply\" \n\x0cWatchRequest\x12\x10\n\x08revision\x18\x01 \x01(\x04\"L\n\tHeadEvent\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\x0b\n\x03job\x18\x02 \x01(\t\x12 \n\x04head\x18\x03 \x01(\x0b\x32\x12.tenplexfs.v1.Head\"P\n\x08NodeInfo\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\"F\n\x0f\x41nnounceRequest\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.tenplexfs.v1.NodeInfo\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\"\x0f\n\rAnnounceReply\"7\n\x0fWithdrawRequest\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.tenplexfs.v1.NodeInfo\"\x0f\n\rWithdrawReply\"\x0e\n\x0cNodesRequest\"3\n\nNodesReply\x12%\n\x05nodes\x18\x01 \x03(\x0b\x32\x16.tenplexfs.v1.NodeInfo2\xee\x05\n\x08Registry\x12=\n\x05Heads\x12\x1a.tenplexfs.v1.HeadsRequest\x1a\x18.tenplexfs.v1.HeadsReply\x12:\n\x04Look\x12\x19.tenplexfs.v1.LookRequest\x1a\x17.tenplexfs.v1.LookReply\x12:\n\x04Lock\x12\x19.tenplexfs.v1.LockRequest\x1a\x17.tenplexfs.v1.LockReply\x12=\n\x05Renew\x12\x1a.tenplexfs.v1.RenewRequest\x1a\x18.tenplexfs.v1.RenewReply\x12@\n\x06Unlock\x12\x1b.tenplexfs.v1.UnlockRequest\x1a\x19.tenplexfs.v1.UnlockReply\x12U\n\rCompareAndSet\x12\".tenplexfs.v1.CompareAndSetRequest\x1a .tenplexfs.v1.CompareAndSetReply\x12>\n\x05Watch\x12\x1a.tenplexfs.v1.WatchRequest\x1a\x17.tenplexfs.v1.HeadEvent0\x01\x12\x46\n\x08\x41nnounce\x12\x1d.tenplexfs.v1.AnnounceRequest\x1a\x1b.tenplexfs.v1.AnnounceReply\x12\x46\n\x08Withdraw\x12\x1d.tenplexfs.v1.WithdrawRequest\x1a\x1b.tenplexfs.v1.WithdrawReply\x12=\n\x05Nodes\x12\x1a.tenplexfs.v1.NodesRequest\x1a\x18.tenplexfs.v1.NodesReply\x12\x44\n\nWatchNodes\x12\x1a.tenplexfs.v1.NodesRequest\x1a\x18.tenplexfs.v1.NodesReply0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,36 +43,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HEADSREPLY']._serialized_end=372
   _globals['_HEADSREPLY_HEADSENTRY']._serialized_start=308
   _globals['_HEADSREPLY_HEADSENTRY']._serialized_end=372
-  _globals['_LOCKREQUEST']._serialized_start=374
-  _globals['_LOCKREQUEST']._serialized_end=430
-  _globals['_LOCKREPLY']._serialized_start=432
-  _globals['_LOCKREPLY']._serialized_end=458
-  _globals['_UNLOCKREQUEST']._serialized_start=460
-  _globals['_UNLOCKREQUEST']._serialized_end=518
-  _globals['_UNLOCKREPLY']._serialized_start=520
-  _globals['_UNLOCKREPLY']._serialized_end=533
-  _globals['_COMPAREANDSETREQUEST']._serialized_start=536
-  _globals['_COMPAREANDSETREQUEST']._serialized_end=672
-  _globals['_COMPAREANDSETREPLY']._serialized_start=674
-  _globals['_COMPAREANDSETREPLY']._serialized_end=694
-  _globals['_WATCHREQUEST']._serialized_start=696
-  _globals['_WATCHREQUEST']._serialized_end=728
-  _globals['_HEADEVENT']._serialized_start=730
-  _globals['_HEADEVENT']._serialized_end=806
-  _globals['_NODEINFO']._serialized_start=808
-  _globals['_NODEINFO']._serialized_end=888
-  _globals['_ANNOUNCEREQUEST']._serialized_start=890
-  _globals['_ANNOUNCEREQUEST']._serialized_end=960
-  _globals['_ANNOUNCEREPLY']._serialized_start=962
-  _globals['_ANNOUNCEREPLY']._serialized_end=977
-  _globals['_WITHDRAWREQUEST']._serialized_start=979
-  _globals['_WITHDRAWREQUEST']._serialized_end=1034
-  _globals['_WITHDRAWREPLY']._serialized_start=1036
-  _globals['_WITHDRAWREPLY']._serialized_end=1051
-  _globals['_NODESREQUEST']._serialized_start=1053
-  _globals['_NODESREQUEST']._serialized_end=1067
-  _globals['_NODESREPLY']._serialized_start=1069
-  _globals['_NODESREPLY']._serialized_end=1120
-  _globals['_REGISTRY']._serialized_start=1123
-  _globals['_REGISTRY']._serialized_end=1750
+  _globals['_LOOKREQUEST']._serialized_start=374
+  _globals['_LOOKREQUEST']._serialized_end=400
+  _globals['_LOOKREPLY']._serialized_start=402
+  _globals['_LOOKREPLY']._serialized_end=477
+  _globals['_LOCKREQUEST']._serialized_start=479
+  _globals['_LOCKREQUEST']._serialized_end=535
+  _globals['_LOCKREPLY']._serialized_start=537
+  _globals['_LOCKREPLY']._serialized_end=563
+  _globals['_RENEWREQUEST']._serialized_start=565
+  _globals['_RENEWREQUEST']._serialized_end=637
+  _globals['_RENEWREPLY']._serialized_start=639
+  _globals['_RENEWREPLY']._serialized_end=651
+  _globals['_UNLOCKREQUEST']._serialized_start=653
+  _globals['_UNLOCKREQUEST']._serialized_end=711
+  _globals['_UNLOCKREPLY']._serialized_start=713
+  _globals['_UNLOCKREPLY']._serialized_end=726
+  _globals['_COMPAREANDSETREQUEST']._serialized_start=729
+  _globals['_COMPAREANDSETREQUEST']._serialized_end=865
+  _globals['_COMPAREANDSETREPLY']._serialized_start=867
+  _globals['_COMPAREANDSETREPLY']._serialized_end=887
+  _globals['_WATCHREQUEST']._serialized_start=889
+  _globals['_WATCHREQUEST']._serialized_end=921
+  _globals['_HEADEVENT']._serialized_start=923
+  _globals['_HEADEVENT']._serialized_end=999
+  _globals['_NODEINFO']._serialized_start=1001
+  _globals['_NODEINFO']._serialized_end=1081
+  _globals['_ANNOUNCEREQUEST']._serialized_start=1083
+  _globals['_ANNOUNCEREQUEST']._serialized_end=1153
+  _globals['_ANNOUNCEREPLY']._serialized_start=1155
+  _globals['_ANNOUNCEREPLY']._serialized_end=1170
+  _globals['_WITHDRAWREQUEST']._serialized_start=1172
+  _globals['_WITHDRAWREQUEST']._serialized_end=1227
+  _globals['_WITHDRAWREPLY']._serialized_start=1229
+  _globals['_WITHDRAWREPLY']._serialized_end=1244
+  _globals['_NODESREQUEST']._serialized_start=1246
+  _globals['_NODESREQUEST']._serialized_end=1260
+  _globals['_NODESREPLY']._serialized_start=1262
+  _globals['_NODESREPLY']._serialized_end=1313
+  _globals['_REGISTRY']._serialized_start=1316
+  _globals['_REGISTRY']._serialized_end=2066
 # @@protoc_insertion_point(module_scope)

@@ -45,6 +45,22 @@ class HeadsReply(_message.Message):
     heads: _containers.MessageMap[str, Head]
     def __init__(self, revision: _Optional[int] = ..., heads: _Optional[_Mapping[str, Head]] = ...) -> None: ...
 
+class LookRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class LookReply(_message.Message):
+    __slots__ = ("head", "owner", "token")
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    head: Head
+    owner: str
+    token: int
+    def __init__(self, head: _Optional[_Union[Head, _Mapping]] = ..., owner: _Optional[str] = ..., token: _Optional[int] = ...) -> None: ...
+
 class LockRequest(_message.Message):
     __slots__ = ("job", "owner", "ttl_s")
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +76,22 @@ class LockReply(_message.Message):
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     token: int
     def __init__(self, token: _Optional[int] = ...) -> None: ...
+
+class RenewRequest(_message.Message):
+    __slots__ = ("job", "owner", "token", "ttl_s")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    owner: str
+    token: int
+    ttl_s: float
+    def __init__(self, job: _Optional[str] = ..., owner: _Optional[str] = ..., token: _Optional[int] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+
+class RenewReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class UnlockRequest(_message.Message):
     __slots__ = ("job", "owner", "token")

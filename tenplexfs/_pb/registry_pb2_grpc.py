@@ -40,10 +40,20 @@ class RegistryStub:
                 request_serializer=tenplexfs_dot_v1_dot_registry__pb2.HeadsRequest.SerializeToString,
                 response_deserializer=tenplexfs_dot_v1_dot_registry__pb2.HeadsReply.FromString,
                 _registered_method=True)
+        self.Look = channel.unary_unary(
+                '/tenplexfs.v1.Registry/Look',
+                request_serializer=tenplexfs_dot_v1_dot_registry__pb2.LookRequest.SerializeToString,
+                response_deserializer=tenplexfs_dot_v1_dot_registry__pb2.LookReply.FromString,
+                _registered_method=True)
         self.Lock = channel.unary_unary(
                 '/tenplexfs.v1.Registry/Lock',
                 request_serializer=tenplexfs_dot_v1_dot_registry__pb2.LockRequest.SerializeToString,
                 response_deserializer=tenplexfs_dot_v1_dot_registry__pb2.LockReply.FromString,
+                _registered_method=True)
+        self.Renew = channel.unary_unary(
+                '/tenplexfs.v1.Registry/Renew',
+                request_serializer=tenplexfs_dot_v1_dot_registry__pb2.RenewRequest.SerializeToString,
+                response_deserializer=tenplexfs_dot_v1_dot_registry__pb2.RenewReply.FromString,
                 _registered_method=True)
         self.Unlock = channel.unary_unary(
                 '/tenplexfs.v1.Registry/Unlock',
@@ -92,9 +102,22 @@ class RegistryServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Lock(self, request, context):
-        """Takes the job's lock or, for the same owner, renews it.
+    def Look(self, request, context):
+        """What one job is, and who has its lock, as of one moment.
         """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Lock(self, request, context):
+        """Takes the job's lock, also from the same owner.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Renew(self, request, context):
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -154,10 +177,20 @@ def add_RegistryServicer_to_server(servicer, server):
                     request_deserializer=tenplexfs_dot_v1_dot_registry__pb2.HeadsRequest.FromString,
                     response_serializer=tenplexfs_dot_v1_dot_registry__pb2.HeadsReply.SerializeToString,
             ),
+            'Look': grpc.unary_unary_rpc_method_handler(
+                    servicer.Look,
+                    request_deserializer=tenplexfs_dot_v1_dot_registry__pb2.LookRequest.FromString,
+                    response_serializer=tenplexfs_dot_v1_dot_registry__pb2.LookReply.SerializeToString,
+            ),
             'Lock': grpc.unary_unary_rpc_method_handler(
                     servicer.Lock,
                     request_deserializer=tenplexfs_dot_v1_dot_registry__pb2.LockRequest.FromString,
                     response_serializer=tenplexfs_dot_v1_dot_registry__pb2.LockReply.SerializeToString,
+            ),
+            'Renew': grpc.unary_unary_rpc_method_handler(
+                    servicer.Renew,
+                    request_deserializer=tenplexfs_dot_v1_dot_registry__pb2.RenewRequest.FromString,
+                    response_serializer=tenplexfs_dot_v1_dot_registry__pb2.RenewReply.SerializeToString,
             ),
             'Unlock': grpc.unary_unary_rpc_method_handler(
                     servicer.Unlock,
@@ -234,6 +267,33 @@ class Registry:
             _registered_method=True)
 
     @staticmethod
+    def Look(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tenplexfs.v1.Registry/Look',
+            tenplexfs_dot_v1_dot_registry__pb2.LookRequest.SerializeToString,
+            tenplexfs_dot_v1_dot_registry__pb2.LookReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Lock(request,
             target,
             options=(),
@@ -250,6 +310,33 @@ class Registry:
             '/tenplexfs.v1.Registry/Lock',
             tenplexfs_dot_v1_dot_registry__pb2.LockRequest.SerializeToString,
             tenplexfs_dot_v1_dot_registry__pb2.LockReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Renew(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tenplexfs.v1.Registry/Renew',
+            tenplexfs_dot_v1_dot_registry__pb2.RenewRequest.SerializeToString,
+            tenplexfs_dot_v1_dot_registry__pb2.RenewReply.FromString,
             options,
             channel_credentials,
             insecure,

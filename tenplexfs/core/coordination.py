@@ -26,7 +26,6 @@ __all__ = [
     "Stage",
     "Tell",
     "Verdict",
-    "fence_of",
 ]
 
 
@@ -83,17 +82,6 @@ Action = Stage | Commit | Tell | Drop | End
 _NOTHING: tuple[Action, ...] = ()
 
 
-def fence_of(token: int, attempt: int) -> int:
-    """Returns what orders an attempt among all of a job: later locks above, then later attempts under one.
-
-    A late order of an attempt that was given up must not undo what the next one has staged.
-
-    >>> fence_of(3, 1) < fence_of(3, 2) < fence_of(4, 0)
-    True
-    """
-    return (token << 10) + min(attempt, 1023)
-
-
 class Coordination:
     """One attempt to switch a job, under its lock. Every method takes what happened and returns what to do.
 
@@ -113,6 +101,7 @@ class Coordination:
         self._before = () if head is None else tuple(node for node in head.nodes if node not in lost)
         self._waiting = set(new.nodes)
         self._late: set[NodeName] = set()
+        self._is_held = False
         self._is_staging = True
 
     def begin(self) -> tuple[Action, ...]:
@@ -149,8 +138,10 @@ class Coordination:
         """A node shows the new head, or did not say so.
 
         What was is let go of when every node shows the new one: who does not may read it from the others.
+        That goes for guests too, living nodes that are in neither layout; of them this hears first.
         """
         if node not in self._waiting:
+            self._is_held |= not acknowledged
             return _NOTHING
         self._waiting.discard(node)
         if not acknowledged:
@@ -158,7 +149,7 @@ class Coordination:
         if self._waiting:
             return _NOTHING
         end = End(Verdict.DONE, late=tuple(sorted(self._late)))
-        if self._head is None or self._late:
+        if self._head is None or self._late or self._is_held:
             return (end,)
         return Drop(self._head.snapshot.txid, self._before), end
 

@@ -155,6 +155,7 @@ async def _start(
     member = nodes.member = Member(
         node=config.node,
         store=store,
+        look=registry.look,
         tree=tree,
         peers=client,
         scatter=Scatter,

@@ -9,12 +9,13 @@ from contextlib import aclosing
 import trio
 
 from tenplexfs._pb import members_pb2, peer_pb2
+from tenplexfs.core.membership import Mandate
 from tenplexfs.core.snapshot import Head, JobName, NodeInfo, NodeName, SnapshotId, TxId, check_job_name
 from tenplexfs.core.stopping import Told
 from tenplexfs.errors import InvalidError, TenplexError
 from tenplexfs.formats.checkpoint import CheckpointFile, decode_files
 from tenplexfs.formats.values import unpack
-from tenplexfs.rpc.messages import head_to_pb, snapshot_of, snapshot_to_pb
+from tenplexfs.rpc.messages import head_to_pb, mandate_to_pb, snapshot_of, snapshot_to_pb
 from tenplexfs.rpc.peer_client import PeerClient
 from tenplexfs.runtime.attempts import SavePart
 from tenplexfs.runtime.jobs import JobTable
@@ -125,12 +126,15 @@ class Nodes:
         message = None if head is None else head_to_pb(head)
         await self._client.switch(node, peer_pb2.SwitchRequest(job=job, head=message))
 
-    async def drop(self, node: NodeName, job: JobName, txid: TxId, reason: str = "") -> None:
+    async def drop(
+        self, node: NodeName, job: JobName, txid: TxId, by: Mandate | None, reason: str = ""
+    ) -> None:
         """Drops a snapshot."""
         if node == self._here:
-            await self.member.drop(job, txid, reason)
+            await self.member.drop(job, txid, by, reason)
             return
-        await self._client.drop(node, peer_pb2.DropRequest(job=job, txid=txid, reason=reason))
+        mandate = None if by is None else mandate_to_pb(by)
+        await self._client.drop(node, peer_pb2.DropRequest(job=job, txid=txid, by=mandate, reason=reason))
 
     async def collect(
         self, node: NodeName, job: JobName, snapshot: SnapshotId, leader: str
@@ -259,6 +263,7 @@ class Leasing:
 def _stage_request(order: StageOrder) -> peer_pb2.StageRequest:
     return peer_pb2.StageRequest(
         job=order.job,
+        by=mandate_to_pb(order.by),
         snapshot=snapshot_to_pb(order.snapshot),
         base_txid=order.base_txid or "",
         old_layout_json=order.old_layout_json.decode(),
@@ -269,9 +274,7 @@ def _stage_request(order: StageOrder) -> peer_pb2.StageRequest:
         endpoints={str(node): address for node, address in order.endpoints.items()},
         created_ns=order.created_ns,
         values=order.values,
-        is_save=order.is_save,
+        leader=order.leader,
         source=order.source,
         lost=order.lost,
-        fence=order.fence,
-        head_txid=order.head_txid or "",
     )

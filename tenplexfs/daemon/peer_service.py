@@ -14,7 +14,7 @@ from tenplexfs.daemon.view import VERSION, Metrics
 from tenplexfs.errors import NotFoundError
 from tenplexfs.formats.checkpoint import encode_files
 from tenplexfs.formats.values import pack
-from tenplexfs.rpc.messages import check_txid, head_of, snapshot_of, snapshot_to_pb
+from tenplexfs.rpc.messages import check_txid, head_of, mandate_of, snapshot_of, snapshot_to_pb
 from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.leases import LeaseTable
 from tenplexfs.runtime.member import Member
@@ -131,7 +131,8 @@ class PeerService:
 
     async def drop(self, request: peer_pb2.DropRequest) -> peer_pb2.DropReply:
         """Drops a snapshot."""
-        await self._member.drop(check_job_name(request.job), check_txid(request.txid), request.reason)
+        by = mandate_of(request.by) if request.HasField("by") else None
+        await self._member.drop(check_job_name(request.job), check_txid(request.txid), by, request.reason)
         return peer_pb2.DropReply()
 
     async def describe(self, request: peer_pb2.DescribeRequest) -> peer_pb2.DescribeReply:
@@ -217,6 +218,7 @@ class PeerService:
 def _order(request: peer_pb2.StageRequest) -> StageOrder:
     return StageOrder(
         job=check_job_name(request.job),
+        by=mandate_of(request.by),
         snapshot=snapshot_of(request.snapshot),
         base_txid=check_txid(request.base_txid) if request.base_txid else None,
         old_layout_json=request.old_layout_json.encode(),
@@ -227,9 +229,7 @@ def _order(request: peer_pb2.StageRequest) -> StageOrder:
         endpoints={check_node_name(node): address for node, address in request.endpoints.items()},
         created_ns=request.created_ns,
         values=request.values,
-        is_save=request.is_save,
+        leader=request.leader,
         source=request.source,
         lost=tuple(map(check_node_name, request.lost)),
-        fence=request.fence,
-        head_txid=check_txid(request.head_txid) if request.head_txid else None,
     )

@@ -2,9 +2,10 @@
 
 Two keys a job: ``<prefix>/heads/<job>`` holds the head, or ``null`` once the job was removed, so that a
 watcher who comes late still hears of it; ``<prefix>/locks/<job>`` holds the owner's name and lives as long as
-its lease. A lock's token is the revision that made its key: it is never used twice. The head moves in one
-transaction that compares both: the head was not written since it was read, and the lock is the one that was
-taken. ``<prefix>/nodes/<node>`` holds what a living node says of itself, and lives as long as its lease.
+its lease. A lock's token is the revision that made its key, which an etcd that was made anew may come to
+again: a lock is known by token and owner. The head moves in one transaction that compares both: the head was
+not written since it was read, and the lock is the one that was taken. ``<prefix>/nodes/<node>`` holds what a
+living node says of itself, and lives as long as its lease.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 import trio
 
+from tenplexfs.core.membership import Standing
 from tenplexfs.core.snapshot import Head, JobName, NodeInfo, NodeName
 from tenplexfs.errors import ConflictError, CorruptError, NotFoundError, UnavailableError
 from tenplexfs.formats.head_json import head_of_text, text_of_head
@@ -65,10 +67,15 @@ class EtcdRegistry:
         found = {self._job(entry): _head(entry) for entry in entries}
         return revision, {job: head for job, head in sorted(found.items()) if head is not None}
 
-    async def lock(self, job: JobName, owner: str, *, ttl_s: float) -> Lock:
-        """Takes or renews the job's lock; ConflictError when another owner holds it.
+    async def look(self, job: JobName) -> Standing:
+        """Returns what the job is, and who has its lock."""
+        held, found = await self._read(job)
+        return Standing(_head(found), held.value.decode(), held.created)
 
-        etcd counts in whole seconds, and gives two at least; a renewal keeps the time it was taken for.
+    async def lock(self, job: JobName, owner: str, *, ttl_s: float) -> Lock:
+        """Takes the job's lock; ConflictError when another owner holds it.
+
+        etcd counts in whole seconds, and gives two at least.
         """
         for _ in range(_LOCK_TRIES):
             held, _ = await self._read(job)
@@ -84,15 +91,21 @@ class EtcdRegistry:
                     job=job,
                     owner=held.value.decode(),
                 )
-            if await self._renew(held.lease):
-                return Lock(job, owner, held.created)
+            await self._revoke(held.lease)
         raise ConflictError(f"job {job}: the lock changes hands too quickly; try again", job=job)
+
+    async def renew(self, lock: Lock, *, ttl_s: float) -> None:
+        """Keeps ``lock``, for the time it was taken for; ConflictError when it is lost."""
+        held, _ = await self._read(lock.job)
+        _check_lock(lock, held)
+        if not await self._renew(held.lease):
+            _check_lock(lock, _Entry())
 
     async def unlock(self, lock: Lock) -> None:
         """Releases ``lock`` if it is still held."""
         key = self._locks + lock.job
         reply = await self._txn(
-            [_compare(key, "CREATE", lock.token)],
+            [_compare(key, "CREATE", lock.token), _compare(key, "VALUE", lock.owner)],
             [{"request_delete_range": {"key": _encoded(key), "prev_kv": True}}],
             [],
         )
@@ -112,6 +125,7 @@ class EtcdRegistry:
         reply = await self._txn(
             [
                 _compare(self._locks + lock.job, "CREATE", lock.token),
+                _compare(self._locks + lock.job, "VALUE", lock.owner),
                 _compare(key, "MOD", found[1].modified),
             ],
             [{"request_put": {"key": _encoded(key), "value": _encoded(value)}}],
@@ -259,15 +273,19 @@ class EtcdRegistry:
 
 def _check(lock: Lock, expected: Head | None, held: _Entry, found: _Entry) -> None:
     """Raises ConflictError unless the lock is held and the head is ``expected``."""
-    if held.created != lock.token:
-        holder = f"{held.value.decode()} has it" if held.created else "its time is over"
-        raise ConflictError(f"job {lock.job}: the lock is lost, {holder}; nothing changed", job=lock.job)
+    _check_lock(lock, held)
     head = _head(found)
     if head != expected:
         raise ConflictError(
             f"job {lock.job}: head is {_named(head)}, expected {_named(expected)}; nothing changed",
             job=lock.job,
         )
+
+
+def _check_lock(lock: Lock, held: _Entry) -> None:
+    if (held.created, held.value.decode()) != (lock.token, lock.owner):
+        holder = f"{held.value.decode()} has it" if held.created else "its time is over"
+        raise ConflictError(f"job {lock.job}: the lock is lost, {holder}; nothing changed", job=lock.job)
 
 
 def _named(head: Head | None) -> str:
@@ -319,6 +337,7 @@ def _prefix(prefix: str) -> Reply:
     return {"key": _encoded(prefix), "range_end": _encoded(f"{prefix[:-1]}0")}
 
 
-def _compare(key: str, target: str, revision: int) -> Reply:
-    field = {"CREATE": "create_revision", "MOD": "mod_revision"}[target]
-    return {"key": _encoded(key), "target": target, "result": "EQUAL", field: str(revision)}
+def _compare(key: str, target: str, wanted: int | str) -> Reply:
+    field = {"CREATE": "create_revision", "MOD": "mod_revision", "VALUE": "value"}[target]
+    value = _encoded(wanted) if isinstance(wanted, str) else str(wanted)
+    return {"key": _encoded(key), "target": target, "result": "EQUAL", field: value}

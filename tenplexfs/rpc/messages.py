@@ -6,7 +6,8 @@ import re
 
 from google.protobuf.message import Message
 
-from tenplexfs._pb import registry_pb2
+from tenplexfs._pb import peer_pb2, registry_pb2
+from tenplexfs.core.membership import Mandate
 from tenplexfs.core.snapshot import Head, NodeInfo, SnapshotId, TxId, check_node_name
 from tenplexfs.errors import InvalidError
 
@@ -15,6 +16,8 @@ __all__ = [
     "check_txid",
     "head_of",
     "head_to_pb",
+    "mandate_of",
+    "mandate_to_pb",
     "node_of",
     "node_to_pb",
     "snapshot_of",
@@ -76,6 +79,16 @@ def head_of(message: registry_pb2.Head) -> Head:
     """
     nodes = tuple(check_node_name(node) for node in message.nodes)
     return Head(snapshot_of(message.snapshot), str(message.layout_digest), nodes)
+
+
+def mandate_to_pb(by: Mandate) -> peer_pb2.Mandate:
+    """Returns ``by`` as a message."""
+    return peer_pb2.Mandate(owner=by.owner, token=by.token, attempt=by.attempt)
+
+
+def mandate_of(message: peer_pb2.Mandate) -> Mandate:
+    """Returns by what right something is ordered; an empty message is by none."""
+    return Mandate(str(message.owner), int(message.token), int(message.attempt))
 
 
 def node_to_pb(info: NodeInfo) -> registry_pb2.NodeInfo:

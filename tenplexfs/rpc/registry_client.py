@@ -11,6 +11,7 @@ import trio
 from google.protobuf.message import Message
 
 from tenplexfs._pb import registry_pb2
+from tenplexfs.core.membership import Standing
 from tenplexfs.core.snapshot import Head, JobName, NodeInfo, NodeName
 from tenplexfs.errors import DeniedError, TimedOutError, UnavailableError
 from tenplexfs.rpc.connection import Cancel, Connection
@@ -42,10 +43,18 @@ class LocalRegistry:
         """Returns the current revision and the head of every job as of it."""
         return await trio.to_thread.run_sync(self._core.heads)
 
+    async def look(self, job: JobName) -> Standing:
+        """Returns what the job is, and who has its lock."""
+        return await trio.to_thread.run_sync(self._core.look, job)
+
     async def lock(self, job: JobName, owner: str, *, ttl_s: float) -> Lock:
-        """Takes or renews the job's lock; ConflictError when another owner holds it."""
-        token = await trio.to_thread.run_sync(lambda: self._core.lock(job, owner, ttl_s=ttl_s))
+        """Takes the job's lock; ConflictError when another owner holds it."""
+        token = await trio.to_thread.run_sync(partial(self._core.lock, job, owner, ttl_s=ttl_s))
         return Lock(job, owner, token)
+
+    async def renew(self, lock: Lock, *, ttl_s: float) -> None:
+        """Keeps ``lock``; ConflictError when it is lost."""
+        await trio.to_thread.run_sync(partial(self._core.renew, lock.job, lock.token, ttl_s=ttl_s))
 
     async def unlock(self, lock: Lock) -> None:
         """Releases ``lock`` if it is still held."""
@@ -135,10 +144,21 @@ class RemoteRegistry:
         reply = await self._call("Heads", registry_pb2.HeadsRequest())
         return int(reply.revision), {JobName(job): head_of(head) for job, head in reply.heads.items()}
 
+    async def look(self, job: JobName) -> Standing:
+        """Returns what the job is, and who has its lock."""
+        reply = await self._call("Look", registry_pb2.LookRequest(job=job))
+        head = head_of(reply.head) if reply.HasField("head") else None
+        return Standing(head, reply.owner, int(reply.token))
+
     async def lock(self, job: JobName, owner: str, *, ttl_s: float) -> Lock:
-        """Takes or renews the job's lock; ConflictError when another owner holds it."""
+        """Takes the job's lock; ConflictError when another owner holds it."""
         reply = await self._call("Lock", registry_pb2.LockRequest(job=job, owner=owner, ttl_s=ttl_s))
         return Lock(job, owner, int(reply.token))
+
+    async def renew(self, lock: Lock, *, ttl_s: float) -> None:
+        """Keeps ``lock``; ConflictError when it is lost."""
+        request = registry_pb2.RenewRequest(job=lock.job, owner=lock.owner, token=lock.token, ttl_s=ttl_s)
+        await self._call("Renew", request)
 
     async def unlock(self, lock: Lock) -> None:
         """Releases ``lock`` if it is still held."""

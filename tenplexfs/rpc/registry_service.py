@@ -34,15 +34,24 @@ class RegistryService:
             revision=revision, heads={job: head_to_pb(head) for job, head in heads.items()}
         )
 
+    async def look(self, request: registry_pb2.LookRequest) -> registry_pb2.LookReply:
+        """Returns what a job is, and who has its lock."""
+        now = await self._registry.look(check_job_name(request.job))
+        head = None if now.head is None else head_to_pb(now.head)
+        return registry_pb2.LookReply(head=head, owner=now.owner, token=now.token)
+
     async def lock(self, request: registry_pb2.LockRequest) -> registry_pb2.LockReply:
-        """Takes or renews a lock."""
-        if not (request.owner and 0 < request.ttl_s <= _LONGEST_S):
-            raise InvalidError(
-                f"lock of job {request.job}: need an owner and 0 < ttl_s <= {_LONGEST_S}, got {request.ttl_s}"
-            )
+        """Takes a lock."""
+        _check_lock_request(request)
         job = check_job_name(request.job)
         lock = await self._registry.lock(job, str(request.owner), ttl_s=float(request.ttl_s))
         return registry_pb2.LockReply(token=lock.token)
+
+    async def renew(self, request: registry_pb2.RenewRequest) -> registry_pb2.RenewReply:
+        """Keeps a lock."""
+        _check_lock_request(request)
+        await self._registry.renew(_lock(request), ttl_s=float(request.ttl_s))
+        return registry_pb2.RenewReply()
 
     async def unlock(self, request: registry_pb2.UnlockRequest) -> registry_pb2.UnlockReply:
         """Releases a lock."""
@@ -93,7 +102,16 @@ def _nodes(living: Mapping[NodeName, NodeInfo]) -> registry_pb2.NodesReply:
     return registry_pb2.NodesReply(nodes=[node_to_pb(info) for info in living.values()])
 
 
-def _lock(request: registry_pb2.UnlockRequest | registry_pb2.CompareAndSetRequest) -> Lock:
+def _check_lock_request(request: registry_pb2.LockRequest | registry_pb2.RenewRequest) -> None:
+    if not (request.owner and 0 < request.ttl_s <= _LONGEST_S):
+        raise InvalidError(
+            f"lock of job {request.job}: need an owner and 0 < ttl_s <= {_LONGEST_S}, got {request.ttl_s}"
+        )
+
+
+def _lock(
+    request: registry_pb2.RenewRequest | registry_pb2.UnlockRequest | registry_pb2.CompareAndSetRequest,
+) -> Lock:
     return Lock(JobName(str(request.job)), str(request.owner), _signed(request.token))
 
 

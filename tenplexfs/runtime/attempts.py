@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import trio
 
+from tenplexfs.core.membership import Mandate
 from tenplexfs.core.ptc import PTC
 from tenplexfs.core.snapshot import Head, JobName, SnapshotId
 from tenplexfs.errors import TenplexError
@@ -91,7 +92,7 @@ class Attempt:
         reserving_count: Ranks for which room is being taken now.
         leader: The process of rank 0 that the coordinator speaks for, once it asked.
         part: Once all ranks of this node are sealed.
-        is_promised: The manifest has it as staged; only the coordinator may drop it.
+        promised_to: The manifest has it as staged, or will; only that coordinator may drop it.
         committed: The head, once it is.
         failure: Why it will not be.
     """
@@ -107,7 +108,7 @@ class Attempt:
         self.reserving_count = 0
         self.leader: str | None = None
         self.part: SavePart | None = None
-        self.is_promised = False
+        self.promised_to: Mandate | None = None
         self.committed: Head | None = None
         self.failure: TenplexError | None = None
         self.changed = trio.Event()
@@ -116,6 +117,11 @@ class Attempt:
         """Lets those who wait look again."""
         self.changed.set()
         self.changed = trio.Event()
+
+    @property
+    def is_promised(self) -> bool:
+        """Whether only a coordinator may drop it."""
+        return self.promised_to is not None
 
     @property
     def is_over(self) -> bool:

@@ -62,6 +62,7 @@ class Saved:
     Attributes:
         wanted: The layout that they saved under.
         values: What they hold beside tensors.
+        leader: The process of rank 0.
     """
 
     job: JobName
@@ -69,3 +70,4 @@ class Saved:
     wanted: Resolved
     settings_json: bytes
     values: bytes
+    leader: str

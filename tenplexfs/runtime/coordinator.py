@@ -219,7 +219,7 @@ class Coordinator:
             is_past = now.step is not None and snapshot.step is not None and now.step >= snapshot.step
             if now.generation != snapshot.generation or is_past or head.layout_digest != saved.wanted.digest:
                 raise ConflictError(f"job {saved.job}: is at {now} by now, {snapshot} comes too late")
-            to = Switch(snapshot, saved.wanted, saved.settings_json, values=saved.values, is_save=True)
+            to = Switch(snapshot, saved.wanted, saved.settings_json, values=saved.values, leader=saved.leader)
             return await self._switcher.switch(lock, head, to, report)
 
         owner = f"{self._node}:{snapshot.txid}"

@@ -84,7 +84,7 @@ class HeadMover:
             while True:
                 await trio.sleep(self._lock_ttl_s / 3)
                 try:
-                    await self._registry.lock(job, lock.owner, ttl_s=self._lock_ttl_s)
+                    await self._registry.renew(lock, ttl_s=self._lock_ttl_s)
                 except ConflictError as error:
                     failures.append(error)
                     scope.cancel()

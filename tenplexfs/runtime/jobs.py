@@ -11,7 +11,7 @@ from functools import partial
 
 import trio
 
-from tenplexfs.core.coordination import fence_of
+from tenplexfs.core.membership import Mandate
 from tenplexfs.core.snapshot import COPIES, Head, JobName
 from tenplexfs.core.transaction import is_older
 from tenplexfs.errors import ConflictError, TenplexError, UnavailableError
@@ -60,6 +60,7 @@ class JobTable:
         self._staged_since_s: dict[JobName, float] = {}
         self._describe = describe
         self._revision = -1
+        self._watching = trio.CancelScope()
         self._heads: dict[JobName, Head] = {}
         self._failures: dict[JobName, str] = {}
         self._following: dict[JobName, trio.Event] = {}
@@ -81,22 +82,29 @@ class JobTable:
         self.changed.set()
         self.changed = trio.Event()
 
-    async def switch(self, job: JobName, head: Head | None) -> None:
-        """Shows ``head``, of which a coordinator says that the registry has it; returns when it is shown.
+    async def switch(self, job: JobName, told: Head | None) -> None:
+        """Shows what the registry says, as a coordinator says that the head has moved; returns when it does.
 
         Raises:
+            ConflictError: It says something else than ``told``.
             TenplexError: It could not be shown; following the registry tries again.
         """
+        head = (await self._registry.look(job)).head
         if head is None:
             await self._forget(job)
         else:
-            await self._member.show(job, head, self._describe, is_hearsay=True)
+            await self._member.show(job, head, self._describe)
             self._failures.pop(job, None)
-            shown, known = self._member.shown().get(job), self._heads.get(job)
-            is_so = shown is not None and shown.head == head
-            if is_so and (known is None or is_older(known.snapshot, head.snapshot)):
+            known = self._heads.get(job)
+            if known is None or is_older(known.snapshot, head.snapshot):
                 self._heads[job] = head
         self.touch()
+        if told is not None and (head is None or is_older(head.snapshot, told.snapshot)):
+            now = "knows no such job" if head is None else f"has {head.snapshot}"
+            raise ConflictError(
+                f"node {self._member.node}: job {job}: told of {told.snapshot}, and this node's registry "
+                f"{now}: it is another one"
+            )
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Follows the registry until cancelled; started once the jobs of the store are shown.
@@ -114,9 +122,11 @@ class JobTable:
                     await next(iter(self._following.values())).wait()
             task_status.started()
             nursery.start_soon(self._poll_for_ever, nursery)
-            async for event in self._registry.watch(max(self._revision, 0)):
-                self._revision = event.revision
-                self._want(nursery, event.job, event.head)
+            while True:
+                with trio.CancelScope() as self._watching:
+                    async for event in self._registry.watch(max(self._revision, 0)):
+                        self._revision = event.revision
+                        self._want(nursery, event.job, event.head)
 
     async def _poll_for_ever(self, nursery: trio.Nursery) -> None:
         while True:
@@ -134,7 +144,7 @@ class JobTable:
                 continue
 
             async def tidy(lock: Lock, head: Head | None) -> None:
-                await self._member.tidy(lock.job, head, fence_of(lock.token, 0))
+                await self._member.tidy(lock.job, Mandate(lock.owner, lock.token))
 
             try:
                 await self._mover.under_lock(job, f"{self._member.node}:tidy", tidy)
@@ -144,7 +154,7 @@ class JobTable:
     async def _poll(self, nursery: trio.Nursery) -> None:
         """Compares with the registry as a whole: finds out whether it answers, and what a watch missed."""
         # Before it is asked: what it says now may lack a job that is made meanwhile.
-        before = self._known()
+        before, seen = self._known(), self._revision
         try:
             revision, heads = await self._registry.heads()
         except UnavailableError as error:
@@ -157,7 +167,11 @@ class JobTable:
             log.info("the registry answers")
             self.registry_away = None
             self.touch()
-        if revision < self._revision:  # a watch was quicker, or the registry began anew
+        if revision < seen:
+            log.warning("the registry began anew: it was at revision %d, and is at %d", seen, revision)
+            self._revision = revision
+            self._watching.cancel()
+        elif revision < self._revision:  # a watch was quicker
             return
         if self._revision < 0:  # where the watch begins; from then on its events count, removals above all
             self._revision = revision

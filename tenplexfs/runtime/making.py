@@ -79,7 +79,7 @@ class Maker:
             order.created_ns,
             settings_json=order.settings_json,
             values=order.values,
-            fence=order.fence,
+            fence=order.by.fence,
             limit_bytes=job_memory_bytes(order.settings_json),
         )
         try:

@@ -7,17 +7,24 @@ What it does about what it hears is `core.membership`'s to say. Belongs to the t
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import trio
 
-from tenplexfs.core.membership import Membership
+from tenplexfs.core.membership import Mandate, Membership, Standing
 from tenplexfs.core.ptc import PTC
 from tenplexfs.core.snapshot import Head, JobName, NodeName, TxId, copies_of
 from tenplexfs.core.transaction import kept_steps
-from tenplexfs.errors import ConflictError, CorruptError, NotFoundError, PreconditionError, TenplexError
+from tenplexfs.errors import (
+    ConflictError,
+    CorruptError,
+    NotFoundError,
+    PreconditionError,
+    TenplexError,
+    UnavailableError,
+)
 from tenplexfs.runtime.array_sums import parts_of
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.datasets import Datasets
@@ -47,7 +54,7 @@ class Member:
     """This node's part of every job.
 
     Args:
-        describe: Asks the nodes of a head for its layout, where this node stores none of it.
+        look: Asks this node's registry what a job is, and who has its lock.
         read_timeout_s: How long a read waits for another node.
         transfer_bytes: What transfers may hold in memory.
         retain_s: How long a replaced snapshot is kept for others that do not say they are done with it.
@@ -69,6 +76,7 @@ class Member:
         *,
         node: NodeName,
         store: Store,
+        look: Callable[[JobName], Awaitable[Standing]],
         tree: Namespace,
         peers: PeerReader,
         scatter: ScatterFactory,
@@ -86,6 +94,7 @@ class Member:
         self.datasets = datasets
         self.node = node
         self.store = store
+        self._look = look
         self._tree = tree
         self._handles = handles
         self._compute = compute
@@ -119,6 +128,7 @@ class Member:
         self._staging: dict[TxId, tuple[JobName, trio.CancelScope]] = {}
         self._fences: dict[JobName, int] = {}
         self._locks: dict[JobName, trio.Lock] = {}
+        self._judging: dict[JobName, trio.Lock] = {}
 
     # What others ask about.
 
@@ -198,54 +208,65 @@ class Member:
 
     async def _stage(self, order: StageOrder, report: Callable[[int, int], None]) -> None:
         job, snapshot = order.job, order.snapshot
-        with self._naming(job):
-            found = self._membership(job).stage(snapshot, order.head_txid, order.fence)
-        self._fences[job] = max(order.fence, self._fences.get(job, 0))
-        for txid in found.drop:
-            await trio.to_thread.run_sync(self.store.drop, job, txid)
-        if order.is_save and self.saves is not None:
+        async with self._judged(job) as now:
+            found = self._membership(job).stage(snapshot, order.by, now)
+            self._fences[job] = order.by.fence
+            for txid in found.drop:
+                await trio.to_thread.run_sync(self.store.drop, job, txid)
+        if order.leader and self.saves is not None:
             await self.saves.stage(order)
         elif not found.is_there:
             persisted = self.persisted(order.source) if order.source else None
             self._expanded[snapshot.txid] = await self._maker.make(order, report, persisted)
 
-    async def drop(self, job: JobName, txid: TxId, reason: str = "") -> None:
+    async def drop(self, job: JobName, txid: TxId, by: Mandate | None, reason: str = "") -> None:
         """Lets go of a snapshot that is staged, or no longer the head; what is not here is gone already.
 
-        The reason is for those who wait for it.
+        Args:
+            job: Name of the job.
+            txid: Of the snapshot.
+            by: None: only what no coordinator was promised is given up.
+            reason: For those who wait for it.
 
         Raises:
-            PreconditionError: The job shows it.
+            PreconditionError: The job is at it, or shows it.
+            ConflictError, UnavailableError: Who ordered it has no lock, or nobody can tell. Whoever takes the
+                lock next drops it.
         """
-        with self._naming(job):
-            self._membership(job).check_drop(txid)
-        self._expanded.pop(txid, None)
-        may_go = self.saves is None or await self.saves.drop(job, txid, reason)
-        if txid in self._staging:
-            self._staging[txid][1].cancel()
-        elif txid in self._past:
+        if self.saves is not None:
+            await self.saves.give_up(job, txid, by, reason)
+        if txid in self._past:
             self._past.release(job, txid)
             await self._past.sweep()
-        elif may_go:
-            await trio.to_thread.run_sync(self.store.drop, job, txid)
+        elif by is not None:
+            async with self._judged(job) as now:
+                self._membership(job).check_drop(txid, by, now)
+                self._expanded.pop(txid, None)
+                if self.saves is not None:
+                    await self.saves.drop(job, txid, reason)
+                if txid in self._staging:
+                    self._staging[txid][1].cancel()
+                else:
+                    await trio.to_thread.run_sync(self.store.drop, job, txid)
 
     async def show(
         self,
         job: JobName,
         head: Head,
         describe: Callable[[JobName, Head], Awaitable[Description]],
-        *,
-        is_hearsay: bool = False,
     ) -> None:
         """Lets the mount show ``head``; returns once fresh opens see it. Older news changes nothing.
 
-        It is hearsay where a coordinator says so, not the registry.
+        Args:
+            job: Name of the job.
+            head: What this node's registry says, or said.
+            describe: Asks the nodes of a head for its layout, where this node stores none of it.
 
         Raises:
             TenplexError: It could not be shown; what was shown stays.
         """
         async with self._lock(job):
-            found = self._membership(job).show(head, is_hearsay=is_hearsay)
+            found = self._membership(job).show(head)
             if found is None:
                 return
             before = self._shown.get(job)
@@ -273,14 +294,18 @@ class Member:
 
     def has_staged(self, job: JobName) -> bool:
         """Returns whether something is staged here that nobody works on in this process."""
-        return bool(self._membership(job).abandoned(None, 1 << 63))
+        return self._membership(job).has_idle_stages()
 
-    async def tidy(self, job: JobName, head: Head | None, fence: int) -> None:
-        """Drops what was staged for nobody; whoever holds the job's lock says what its head is."""
-        txid = head.snapshot.txid if head is not None else None
-        for each in self._membership(job).abandoned(txid, fence):
-            log.info("job %s: drops %s, which was staged and given up", job, each)
-            await trio.to_thread.run_sync(self.store.drop, job, each)
+    async def tidy(self, job: JobName, by: Mandate) -> None:
+        """Drops what was staged for nobody, under the job's lock.
+
+        Raises:
+            ConflictError: It is lost.
+        """
+        async with self._judged(job) as now:
+            for each in self._membership(job).abandoned(by, now):
+                log.info("job %s: drops %s, which was staged and given up", job, each)
+                await trio.to_thread.run_sync(self.store.drop, job, each)
 
     def _membership(self, job: JobName) -> Membership:
         shown, stored = self._shown.get(job), self._stock.parts(job)
@@ -289,12 +314,13 @@ class Member:
         now = None if shown is None else shown.head.snapshot
         return Membership(now, stored, frozenset(in_use), self._fences.get(job, 0))
 
-    @contextmanager
-    def _naming(self, job: JobName) -> Iterator[None]:
-        """Lets errors say where."""
+    @asynccontextmanager
+    async def _judged(self, job: JobName) -> AsyncIterator[Standing]:
+        """Gives what the registry says now. Orders are judged, and obeyed, one after the other."""
         try:
-            yield
-        except (ConflictError, PreconditionError) as error:
+            async with self._judging.setdefault(job, trio.Lock()):
+                yield await self._look(job)
+        except (ConflictError, PreconditionError, UnavailableError) as error:
             raise type(error)(f"node {self.node}: job {job}: {error.message}") from error
 
     async def _publish(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tenplexfs.core.membership import Mandate
 from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
 
 __all__ = ["SOURCE", "Description", "NodeCalls", "Progress", "Report", "StageOrder", "StoredPart"]
@@ -26,14 +27,14 @@ class StageOrder:
         endpoints: Where the other nodes listen.
         created_ns: Time of the new snapshot's files, the same on all nodes.
         values: What the new ranks hold beside tensors, as `formats.values` packs it.
-        is_save: The bytes are what this node's ranks have saved.
+        leader: The process of rank 0 for which the node's part of a save was collected; empty: it is none.
         source: The URL of a persisted step, where the bytes come from there and no node has them.
         lost: Nodes that have no bytes of the base any more.
-        fence: Orders of attempts with a lower one are refused from then on.
-        head_txid: What the job is now; None when it is not there yet.
+        by: By what right.
     """
 
     job: JobName
+    by: Mandate
     snapshot: SnapshotId
     base_txid: TxId | None
     old_layout_json: bytes
@@ -44,11 +45,9 @@ class StageOrder:
     endpoints: Mapping[NodeName, str]
     created_ns: int
     values: bytes = b""
-    is_save: bool = False
+    leader: str = ""
     source: str = ""
     lost: tuple[NodeName, ...] = ()
-    fence: int = 0
-    head_txid: TxId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +114,12 @@ class NodeCalls(Protocol):
         ...
 
     async def switch(self, node: NodeName, job: JobName, head: Head | None) -> None:
-        """Returns once fresh opens on the node see ``head``."""
+        """Returns once fresh opens on the node see ``head``, or one that is newer."""
         ...
 
-    async def drop(self, node: NodeName, job: JobName, txid: TxId, reason: str = "") -> None:
+    async def drop(
+        self, node: NodeName, job: JobName, txid: TxId, by: Mandate | None, reason: str = ""
+    ) -> None:
         """Drops a snapshot that is staged or no longer the head; ``reason`` is for who waits for it."""
         ...
 

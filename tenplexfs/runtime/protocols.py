@@ -9,12 +9,14 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from tenplexfs.core.membership import Standing
 from tenplexfs.core.snapshot import Head, JobName, NodeInfo, NodeName, TxId
 
 __all__ = [
     "ArraySource",
     "FileContent",
     "GrowingArrays",
+    "Heads",
     "Lock",
     "NodeRegistry",
     "PeerReader",
@@ -162,25 +164,49 @@ class RegistryEvent:
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """The right to coordinate a job, until it is released or ``ttl_s`` passes without a renewal."""
+    """The right to coordinate a job, until it is released or ``ttl_s`` passes without a renewal.
+
+    Attributes:
+        token: Another one for each lock of a registry; with the owner, of all registries.
+    """
 
     job: JobName
     owner: str
     token: int
 
 
-class Registry(Protocol):
+class Heads(Protocol):
     """Where heads live. Linearizable; each call has a deadline and raises UnavailableError when it passes."""
 
     async def heads(self) -> tuple[int, dict[JobName, Head]]:
         """Returns the current revision and the head of every job as of it."""
         ...
 
+    async def look(self, job: JobName) -> Standing:
+        """Returns what the job is, and who has its lock, as of one moment after the call."""
+        ...
+
+    def watch(self, revision: int) -> AsyncIterator[RegistryEvent]:
+        """Yields each change after ``revision``, in order; reconnects by itself."""
+        ...
+
+
+class Registry(Heads, Protocol):
+    """Where heads are moved, too. Deadlines and UnavailableError as for `Heads`."""
+
     async def lock(self, job: JobName, owner: str, *, ttl_s: float) -> Lock:
-        """Takes or, with the same ``owner``, renews the job's lock.
+        """Takes the job's lock, also from the same ``owner``, whose lock before that is lost.
 
         Raises:
             ConflictError: Another owner holds it; the message names it.
+        """
+        ...
+
+    async def renew(self, lock: Lock, *, ttl_s: float) -> None:
+        """Keeps ``lock`` for ``ttl_s`` from now.
+
+        Raises:
+            ConflictError: It is lost, also where nobody has it by now.
         """
         ...
 
@@ -195,10 +221,6 @@ class Registry(Protocol):
             ConflictError: The head is another, or the lock is lost. Nothing changed.
             UnavailableError: The reply was lost: read the head's txid to know.
         """
-        ...
-
-    def watch(self, revision: int) -> AsyncIterator[RegistryEvent]:
-        """Yields each change after ``revision``, in order; reconnects by itself."""
         ...
 
 

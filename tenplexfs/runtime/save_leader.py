@@ -7,6 +7,7 @@ from typing import Protocol
 
 import trio
 
+from tenplexfs.core.membership import Mandate
 from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
 from tenplexfs.errors import TenplexError, TimedOutError, UnavailableError
 from tenplexfs.formats.dataset_settings import give_cursors
@@ -29,7 +30,9 @@ class CollectCalls(Protocol):
         """Returns what the node's ranks have saved, or None when it is not complete yet."""
         ...
 
-    async def drop(self, node: NodeName, job: JobName, txid: TxId, reason: str = "") -> None:
+    async def drop(
+        self, node: NodeName, job: JobName, txid: TxId, by: Mandate | None, reason: str = ""
+    ) -> None:
         """Gives a save up."""
         ...
 
@@ -78,7 +81,8 @@ class SaveLeader:
             if consumed is not None:
                 settings = give_cursors(settings, snapshot.step or 0, consumed)
             wanted = Resolved(base.layout_json, base.head.layout_digest, nodes)
-            saved = Saved(job, snapshot, wanted, settings, values)
+            assert attempt.leader is not None  # or nothing would have been collected
+            saved = Saved(job, snapshot, wanted, settings, values, attempt.leader)
             return await self._coordinator.commit_save(saved, lambda now: phases.add(now.phase))
         except TenplexError as error:
             if "committing" in phases:  # then the nodes were told, unless the head may have moved
@@ -110,6 +114,6 @@ class SaveLeader:
         if node == self._node:
             return
         try:
-            await self._calls.drop(node, attempt.job, attempt.snapshot.txid, reason)
+            await self._calls.drop(node, attempt.job, attempt.snapshot.txid, None, reason)
         except TenplexError:
             return  # it settles with the head by itself

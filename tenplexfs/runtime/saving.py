@@ -14,6 +14,7 @@ from functools import partial
 
 import trio
 
+from tenplexfs.core.membership import Mandate
 from tenplexfs.core.ptc import PTC
 from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId, parse_snapshot
 from tenplexfs.errors import (
@@ -334,22 +335,29 @@ class Saves:
         """Promises this node's part: from here on only the coordinator drops it.
 
         Raises:
-            NotFoundError: There is none, or not complete.
+            NotFoundError: There is none, or not complete, or not the one that was collected.
+            ConflictError: It was promised to another one.
         """
         attempt = self._attempts.get((order.job, order.snapshot.step or 0))
         if attempt is None or attempt.snapshot != order.snapshot or attempt.part is None:
             raise NotFoundError(f"node {self._node}: job {order.job}: no complete save of {order.snapshot}")
         attempt.check()
-        if attempt.is_promised:
+        if attempt.leader != order.leader:
+            raise NotFoundError(
+                f"node {self._node}: job {order.job}: {order.snapshot} was saved anew since it was collected"
+            )
+        if attempt.promised_to == order.by:
             return
-        attempt.is_promised = True
-        attempt.ingest.set_values(order.values, order.settings_json, order.fence)
+        if attempt.promised_to is not None:
+            raise ConflictError(f"node {self._node}: job {order.job}: {order.snapshot} is being committed")
+        attempt.promised_to = order.by
+        attempt.ingest.set_values(order.values, order.settings_json, order.by.fence)
         try:
             async with attempt.lock:  # who gives it up meanwhile must not drop files that the manifest names
                 attempt.check()
                 await trio.to_thread.run_sync(attempt.ingest.seal)
         except TenplexError as error:
-            attempt.is_promised = False
+            attempt.promised_to = None
             await self.fail(attempt, error)
             raise
 
@@ -360,20 +368,20 @@ class Saves:
             for each in self._attempts.values()
         )
 
-    async def drop(self, job: JobName, txid: TxId, reason: str) -> bool:
-        """The coordinator gives a save up.
+    async def give_up(self, job: JobName, txid: TxId, by: Mandate | None, reason: str) -> None:
+        """A coordinator gives a save up: what was promised to it, or to nobody. What is staged stays."""
+        await self._give_up(job, txid, reason, lambda attempt: attempt.promised_to in (None, by))
 
-        Returns:
-            Whether what is staged of it may go: not where it was promised to a coordinator that is gone, and
-            its ranks have begun it again since. It may be the head, which whoever has the lock finds out.
-        """
-        found = [each for each in self._attempts.values() if each.job == job and each.snapshot.txid == txid]
-        may_go = all(each.is_promised and not each.is_over for each in found)
-        for attempt in found:
-            if not attempt.is_over:
+    async def drop(self, job: JobName, txid: TxId, reason: str) -> None:
+        """What is staged of a save is dropped: it is over, whoever it was promised to."""
+        await self._give_up(job, txid, reason, lambda attempt: True)
+
+    async def _give_up(self, job: JobName, txid: TxId, reason: str, which: Callable[[Attempt], bool]) -> None:
+        for attempt in list(self._attempts.values()):
+            is_it = attempt.job == job and attempt.snapshot.txid == txid and not attempt.is_over
+            if is_it and which(attempt):
                 why = reason or "its coordinator gave it up"
                 await self.fail(attempt, ConflictError(f"job {job}: {attempt.snapshot}: {why}"))
-        return may_go
 
     def settle(self, job: JobName, head: Head | None) -> None:
         """The job shows ``head`` from now on, or is gone."""
@@ -394,7 +402,7 @@ class Saves:
                 or now.generation != attempt.snapshot.generation
                 or (now.step is not None and now.step >= (attempt.snapshot.step or 0))
             ):
-                attempt.is_promised = False
+                attempt.promised_to = None
                 self._fail_now(attempt, ConflictError(f"job {job}: is at {now}, past {attempt.snapshot}"))
             if attempt.is_over:
                 self._attempts.pop(where, None)

@@ -24,8 +24,8 @@ from tenplexfs.core.coordination import (
     Stage,
     Tell,
     Verdict,
-    fence_of,
 )
+from tenplexfs.core.membership import Mandate
 from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
 from tenplexfs.errors import ConflictError, TenplexError, UnavailableError
 from tenplexfs.runtime.heads import HeadMover
@@ -74,7 +74,7 @@ class Switch:
         base: Where its bytes come from; None where there are none, or where they are there already (a save).
         drop: Patterns of tensors that the new layout may lack.
         values: What it holds beside tensors.
-        is_save: Whether its bytes were saved before.
+        leader: The process of rank 0 whose save its bytes are; empty: it is none.
         planned: What the progress says while nodes stage.
         attempt: How often it was tried before, under the same lock.
         can_do_without: Says whether there is a plan without nodes that have died meanwhile.
@@ -86,7 +86,7 @@ class Switch:
     base: Base | None = None
     drop: tuple[str, ...] = ()
     values: bytes = b""
-    is_save: bool = False
+    leader: str = ""
     planned: Progress = field(default_factory=lambda: Progress("staging"))
     attempt: int = 0
     can_do_without: Callable[[frozenset[NodeName]], Awaitable[bool]] | None = None
@@ -138,12 +138,13 @@ class Switcher:
             SourcesLostError: It may be tried again, planned without them.
             TenplexError: Nothing changed, and nothing of it is left on the nodes that answer.
         """
-        return await _Carrying(self, lock, head, to, self._order(lock, head, to), report).run()
+        return await _Carrying(self, lock, head, to, self._order(lock, to), report).run()
 
-    def _order(self, lock: Lock, head: Head | None, to: Switch) -> StageOrder:
+    def _order(self, lock: Lock, to: Switch) -> StageOrder:
         base = to.base
         return StageOrder(
             job=lock.job,
+            by=Mandate(lock.owner, lock.token, to.attempt),
             snapshot=to.snapshot,
             base_txid=base.txid if base is not None else None,
             old_layout_json=base.layout_json if base is not None else b"",
@@ -154,11 +155,9 @@ class Switcher:
             endpoints=self._endpoints(),
             created_ns=self._clock_ns(),
             values=to.values,
-            is_save=to.is_save,
+            leader=to.leader,
             source=base.source if base is not None else "",
             lost=tuple(sorted(base.lost)) if base is not None else (),
-            fence=fence_of(lock.token, to.attempt),
-            head_txid=head.snapshot.txid if head is not None else None,
         )
 
     async def announce(
@@ -169,7 +168,10 @@ class Switcher:
         *,
         lost: Collection[NodeName] = (),
     ) -> list[NodeName]:
-        """Tells every known node; returns the members that did not acknowledge."""
+        """Tells every known node; returns those that did not acknowledge, of guests only the living ones.
+
+        Guests are not waited for. One that has not switched yet may still open what was, on other nodes.
+        """
         late: list[NodeName] = []
         living = self.living()
 
@@ -185,18 +187,19 @@ class Switcher:
                 else:
                     return
             log.warning("job %s: node %s has not switched yet: %s", job, node, why)
-            if node in members:
+            if node in members or (node in living and node not in lost):
                 late.append(node)
 
         await run_all(partial(tell, node) for node in sorted({*members, *self._endpoints()}))
         return sorted(late)
 
-    async def drop(self, job: JobName, txid: TxId, nodes: tuple[NodeName, ...], reason: str = "") -> None:
+    async def drop(self, order: StageOrder, txid: TxId, nodes: tuple[NodeName, ...], reason: str) -> None:
         """Lets nodes let go of a snapshot; those that do not answer settle with the head by themselves."""
+        job = order.job
 
         async def drop(node: NodeName) -> None:
             try:
-                await self.calls.drop(node, job, txid, reason)
+                await self.calls.drop(node, job, txid, order.by, reason)
             except TenplexError as error:
                 log.warning("job %s: node %s has not dropped %s: %s", job, node, txid, error)
 
@@ -256,7 +259,7 @@ class _Carrying:
             case Drop(txid, nodes):
                 why = self._failure.message if self._failure is not None else ""
                 with trio.move_on_after(_DROP_S, shield=True):
-                    await self._by.drop(self._lock.job, txid, nodes, why)
+                    await self._by.drop(self._order, txid, nodes, why)
         return ()
 
     async def _stage(self, nodes: tuple[NodeName, ...]) -> tuple[Action, ...]:
@@ -323,7 +326,7 @@ class _Carrying:
     async def _tell(self, nodes: tuple[NodeName, ...]) -> tuple[Action, ...]:
         late = await self._by.announce(self._lock.job, self._new, nodes, lost=self._order.lost)
         following: tuple[Action, ...] = ()
-        for node in nodes:
+        for node in sorted({*late, *nodes}, key=lambda each: each in nodes):  # guests first
             following = self._machine.told(node, acknowledged=node not in late)
         return following
 

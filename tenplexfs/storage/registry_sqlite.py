@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tenplexfs.core.membership import Standing
 from tenplexfs.core.snapshot import Head, JobName, NodeInfo, NodeName
 from tenplexfs.errors import ConflictError, CorruptError, ExistsError, UnavailableError
 from tenplexfs.formats.head_json import head_of_text, text_of_head
@@ -61,7 +62,7 @@ class SqliteRegistry:
             self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
-            # Tokens begin at the time in ms: nodes remember those of a lost registry, and refuse lower ones.
+            # Tokens begin at the time in ms: no lock of a registry that was lost has one of this one's.
             first = f"INSERT OR IGNORE INTO counters VALUES ('token', {time.time_ns() // 1_000_000});"
             self._db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} {first} COMMIT;")
             # The clock may have begun anew with the machine: no lock may outlast its time from now.
@@ -102,8 +103,18 @@ class SqliteRegistry:
             rows = db.execute("SELECT job, head FROM heads WHERE head IS NOT NULL ORDER BY job").fetchall()
             return _counter(db, "revision"), {JobName(job): head_of_text(head) for job, head in rows}
 
+    def look(self, job: JobName) -> Standing:
+        """Returns what the job is, and who has its lock."""
+        with self._transaction() as db:
+            row = db.execute("SELECT head FROM heads WHERE job = ?", (job,)).fetchone()
+            lock = db.execute(
+                "SELECT owner, token FROM locks WHERE job = ? AND expires > ?", (job, self._clock())
+            ).fetchone()
+        head = None if row is None or row[0] is None else head_of_text(row[0])
+        return Standing(head, *(lock or ()))
+
     def lock(self, job: JobName, owner: str, *, ttl_s: float) -> int:
-        """Returns the token of the lock that ``owner`` now has, the same one when it is renewed.
+        """Returns the token of the lock that ``owner`` now has, another one each time.
 
         Raises:
             ConflictError: Another owner holds it.
@@ -111,15 +122,25 @@ class SqliteRegistry:
         now = self._clock()
         with self._transaction() as db:
             row = db.execute("SELECT owner, token, expires FROM locks WHERE job = ?", (job,)).fetchone()
-            held = row is not None and row[2] > now
-            if held and row[0] != owner:
+            if row is not None and row[2] > now and row[0] != owner:
                 raise ConflictError(
                     f"job {job}: locked by {row[0]} for {row[2] - now:.1f} s more", job=job, owner=row[0]
                 )
-            token = row[1] if held else _counter(db, "token", step=1)
+            token = _counter(db, "token", step=1)
             values = (job, owner, token, ttl_s, now + ttl_s)
             db.execute("INSERT OR REPLACE INTO locks VALUES (?, ?, ?, ?, ?)", values)
             return int(token)
+
+    def renew(self, job: JobName, token: int, *, ttl_s: float) -> None:
+        """Keeps the lock that has ``token``.
+
+        Raises:
+            ConflictError: It is lost.
+        """
+        with self._transaction() as db:
+            _check_lock(db, job, token, self._clock())
+            values = (ttl_s, self._clock() + ttl_s, job)
+            db.execute("UPDATE locks SET ttl_s = ?, expires = ? WHERE job = ?", values)
 
     def unlock(self, job: JobName, token: int) -> None:
         """Releases the lock if ``token`` still holds it."""
@@ -133,10 +154,7 @@ class SqliteRegistry:
             ConflictError: The head is another, or the lock is lost. Nothing changed.
         """
         with self._transaction() as db:
-            lock = db.execute("SELECT owner, token, expires FROM locks WHERE job = ?", (job,)).fetchone()
-            if lock is None or lock[1] != token or lock[2] <= self._clock():
-                holder = f"{lock[0]} has it" if lock is not None and lock[1] != token else "its time is over"
-                raise ConflictError(f"job {job}: the lock is lost, {holder}; nothing changed", job=job)
+            _check_lock(db, job, token, self._clock())
             row = db.execute("SELECT head FROM heads WHERE job = ?", (job,)).fetchone()
             found = head_of_text(row[0]) if row is not None and row[0] is not None else None
             if found != expected:
@@ -196,6 +214,13 @@ class SqliteRegistry:
         with self._transaction() as db:
             db.execute("DELETE FROM nodes WHERE info = ?", (text_of_node(info),))
         del self._living[info]
+
+
+def _check_lock(db: sqlite3.Connection, job: JobName, token: int, now: float) -> None:
+    lock = db.execute("SELECT owner, token, expires FROM locks WHERE job = ?", (job,)).fetchone()
+    if lock is None or lock[1] != token or lock[2] <= now:
+        holder = f"{lock[0]} has it" if lock is not None and lock[1] != token else "its time is over"
+        raise ConflictError(f"job {job}: the lock is lost, {holder}; nothing changed", job=job)
 
 
 def _counter(db: sqlite3.Connection, name: str, *, step: int = 0) -> int:

@@ -54,6 +54,16 @@ def test_the_old_snapshot_stays_while_somebody_may_show_it():
     assert machine.told("n2", acknowledged=True) == (End(Verdict.DONE, late=("n1",)),)
 
 
+def test_the_old_snapshot_stays_while_a_guest_may_show_it():
+    machine = telling()
+    machine.committed()
+    assert machine.told("guest", acknowledged=True) == ()
+    assert machine.told("other guest", acknowledged=False) == ()
+    for node in ("n0", "n1", "n2", "n3"):
+        assert machine.told(node, acknowledged=True) == ()
+    assert machine.told("n9", acknowledged=True) == (End(Verdict.DONE),)
+
+
 def test_the_dead_are_not_waited_for():
     machine = telling(lost={"n1"})
     assert machine.committed() == (Tell(("n0", "n2", "n3", "n9")),)

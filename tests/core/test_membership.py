@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tenplexfs.core.membership import Membership, Part, Settlement, Staging
+from tenplexfs.core.membership import Mandate, Membership, Part, Settlement, Staging, Standing
 from tenplexfs.core.snapshot import Head, SnapshotId
 from tenplexfs.errors import ConflictError, PreconditionError
 
@@ -15,82 +17,123 @@ def head(snapshot: SnapshotId) -> Head:
     return Head(snapshot, "digest", ("n0",))
 
 
-def stored(*committed: SnapshotId, **staged: tuple[SnapshotId, int]) -> dict[str, Part]:
+BY, OTHER = Mandate("n0:1", 7), Mandate("n1:2", 8)
+
+
+def stored(*committed: SnapshotId, **staged: tuple[SnapshotId, Mandate]) -> dict[str, Part]:
     return {each.txid: Part(each, True) for each in committed} | {
-        each.txid: Part(each, False, fence) for each, fence in staged.values()
+        each.txid: Part(each, False, by.fence) for each, by in staged.values()
     }
 
 
+def at(snapshot: SnapshotId | None, by: Mandate = BY) -> Standing:
+    """What the registry says while ``by`` has the lock."""
+    return Standing(None if snapshot is None else head(snapshot), by.owner, by.token)
+
+
 def test_news_are_shown_and_what_is_past_is_dropped():
-    node = Membership(shown=A, stored=stored(A, b=(B, 3)))
-    assert node.show(head(B), is_hearsay=False) == Settlement("b", True, ("a",))
-    assert node.show(head(C), is_hearsay=False) == Settlement(None, False, ("a", "b"))
+    node = Membership(shown=A, stored=stored(A, b=(B, BY)))
+    assert node.show(head(B)) == Settlement("b", True, ("a",))
+    assert node.show(head(C)) == Settlement(None, False, ("a", "b"))
 
 
 def test_old_news_are_none():
     node = Membership(shown=B, stored=stored(B))
-    assert node.show(head(B), is_hearsay=False) is None
-    assert node.show(head(A), is_hearsay=False) is None
-    assert Membership(shown=SnapshotId(2, 7, "x")).show(head(B), is_hearsay=False) is None
-
-
-def test_what_was_committed_here_is_not_undone_by_late_hearsay():
-    """The daemon was restarted, and shows nothing yet."""
-    node = Membership(stored=stored(C))
-    assert node.show(head(B), is_hearsay=True) is None
-    assert node.show(head(C), is_hearsay=True) == Settlement("c", False, ())
-    assert node.show(head(D), is_hearsay=True) == Settlement(None, False, ("c",))
-    assert node.show(head(B), is_hearsay=False) == Settlement(None, False, ("c",)), "the registry knows"
+    assert node.show(head(B)) is None
+    assert node.show(head(A)) is None
+    assert Membership(shown=SnapshotId(2, 7, "x")).show(head(B)) is None
 
 
 def test_a_stage_beyond_the_head_may_be_of_the_next_transaction():
     """Its coordinator read the head that this node only hears of now."""
-    node = Membership(shown=A, stored=stored(A, b=(B, 3), c=(C, 4)))
-    assert node.show(head(B), is_hearsay=False) == Settlement("b", True, ("a",))
-    assert node.show(head(D), is_hearsay=False) == Settlement(None, False, ("a", "b", "c"))
+    node = Membership(shown=A, stored=stored(A, b=(B, BY), c=(C, OTHER)))
+    assert node.show(head(B)) == Settlement("b", True, ("a",))
+    assert node.show(head(D)) == Settlement(None, False, ("a", "b", "c"))
 
 
 def test_a_stage_that_another_one_has_passed_is_dropped():
-    rival = SnapshotId(2, 5, "x")
-    assert Membership(shown=A, stored=stored(x=(rival, 2))).show(head(B), is_hearsay=False) == Settlement(
-        None, False, ("x",)
-    )
+    node = Membership(shown=A, stored=stored(x=(SnapshotId(2, 5, "x"), BY)))
+    assert node.show(head(B)) == Settlement(None, False, ("x",))
 
 
 def test_what_is_in_use_is_kept():
-    node = Membership(shown=A, stored=stored(A, x=(SnapshotId(1, 6, "x"), 1)), in_use=frozenset("ax"))
-    assert node.show(head(C), is_hearsay=False) == Settlement(None, False, ())
-    assert node.stage(B, "a", 9) == Staging((), False)
+    node = Membership(shown=A, stored=stored(A, x=(SnapshotId(1, 6, "x"), BY)), in_use=frozenset("ax"))
+    assert node.show(head(C)) == Settlement(None, False, ())
+    assert node.stage(B, BY, at(A)) == Staging((), False)
+    assert not node.has_idle_stages()
 
 
 def test_who_has_the_lock_drops_what_was_abandoned():
-    node = Membership(shown=A, stored=stored(A, x=(SnapshotId(2, 5, "x"), 3), b=(B, 4)))
-    assert node.stage(C, "b", 5) == Staging(("x",), False), "but for the head, of which it has not heard yet"
-    assert node.stage(B, "a", 4) == Staging(("x",), True)
+    node = Membership(shown=A, stored=stored(A, x=(SnapshotId(2, 5, "x"), BY), b=(B, BY)))
+    assert node.stage(C, OTHER, at(B, OTHER)) == Staging(("x",), False), "but for the head, staged only"
+    assert node.stage(B, BY, at(A)) == Staging(("x",), True)
 
 
-@pytest.mark.parametrize("node", [Membership(fence=4), Membership(stored=stored(x=(B, 4)))])
-def test_who_has_lost_the_lock_gives_no_orders(node):
+@pytest.mark.parametrize(
+    ("now", "who"),
+    [
+        (at(A, OTHER), "n1:2 has the job's lock"),
+        (Standing(head(A)), "nobody has the job's lock"),
+        (at(A, Mandate("n0:1", 6)), "n0:1 has the job's lock"),  # the same owner, another life of it
+        (at(A, Mandate("n9:1", 7)), "n9:1 has the job's lock"),  # another registry, where 7 is another lock
+    ],
+)
+def test_who_has_not_the_lock_gives_no_orders(now, who):
+    node = Membership(shown=A, stored=stored(A, b=(B, BY)))
+    for order in (
+        lambda: node.stage(C, BY, now),
+        lambda: node.check_drop("b", BY, now),
+        lambda: node.abandoned(BY, now),
+    ):
+        with pytest.raises(ConflictError, match=f"under a lock of n0:1, and by this node's registry {who}"):
+            order()
+
+
+def test_an_order_without_a_lock_is_none():
+    with pytest.raises(ConflictError, match="a lock of nobody"):
+        Membership().stage(B, Mandate("", 0), Standing(head(A)))
+
+
+def test_tokens_of_other_locks_are_not_compared():
+    """Those of a registry that is another one, or was made of a backup, may begin anywhere."""
+    high = Mandate("n1:2", 900, 5)
+    node = Membership(shown=A, stored=stored(A, x=(SnapshotId(2, 5, "x"), high)), fence=high.fence)
+    assert node.stage(B, BY, at(A)) == Staging(("x",), False)
+    node.check_drop("x", BY, at(A))
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        Membership(fence=replace(BY, attempt=2).fence),
+        Membership(stored=stored(x=(B, replace(BY, attempt=2)))),
+    ],
+)
+def test_an_attempt_that_was_given_up_gives_no_orders(node):
     """The fence of what is staged counts too: the daemon may have been restarted since."""
-    with pytest.raises(ConflictError, match="another coordinator, or attempt, has given orders since"):
-        node.stage(C, "a", 3)
-    assert node.stage(C, "a", 4).is_there is False
+    for attempt in (0, 1):
+        with pytest.raises(ConflictError, match=f"of attempt {attempt}, and there has been another"):
+            node.stage(C, replace(BY, attempt=attempt), at(A))
+        with pytest.raises(ConflictError, match=f"of attempt {attempt}, and there has been another"):
+            node.check_drop("x", replace(BY, attempt=attempt), at(A))
+    assert node.stage(C, replace(BY, attempt=2), at(A)).is_there is False
 
 
 def test_an_order_that_comes_too_late_is_refused():
     with pytest.raises(ConflictError, match="comes too late"):
-        Membership(shown=C).stage(B, "a", 9)
+        Membership(shown=C).stage(B, BY, at(A))
 
 
-def test_what_is_shown_is_not_dropped():
+def test_what_is_shown_or_the_head_is_not_dropped():
     with pytest.raises(PreconditionError, match="is what it shows"):
-        Membership(shown=A).check_drop("a")
-    Membership(shown=A).check_drop("b")
-    Membership().check_drop("b")
+        Membership(shown=A).check_drop("a", BY, at(B))
+    with pytest.raises(PreconditionError, match="b is the head"):
+        Membership(shown=A, stored=stored(A, b=(B, BY))).check_drop("b", BY, at(B))
+    Membership(shown=A).check_drop("b", BY, at(A))
 
 
 def test_what_is_staged_for_nobody_is_known_under_the_lock():
-    node = Membership(stored=stored(A, b=(B, 3), c=(C, 4), x=(D, 0)), in_use=frozenset("d"))
-    assert node.abandoned("b", 5) == ("c",), "the head may be staged only"
-    assert node.abandoned("a", 4) == ("b",)
-    assert node.abandoned(None, 3) == ()
+    node = Membership(stored=stored(A, b=(B, BY), c=(C, OTHER), d=(D, BY)), in_use=frozenset("d"))
+    assert node.has_idle_stages()
+    assert node.abandoned(BY, at(B)) == ("c",), "the head may be staged only"
+    assert node.abandoned(BY, at(A)) == ("b", "c")

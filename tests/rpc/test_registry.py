@@ -10,6 +10,7 @@ import pytest
 import trio
 import trio.testing
 
+from tenplexfs.core.membership import Standing
 from tenplexfs.core.snapshot import Head, NodeInfo, SnapshotId
 from tenplexfs.errors import ConflictError, InvalidError, UnavailableError
 from tenplexfs.rpc.connection import Connection
@@ -188,7 +189,7 @@ async def test_one_owner_at_a_time(registries):
         with pytest.raises(ConflictError, match=r"job gpt: locked by n0 for \d+\.\d s more"):
             await registry.lock("gpt", "n1", ttl_s=10)
         await registry.lock("bert", "n1", ttl_s=10)
-        assert await registry.lock("gpt", "n0", ttl_s=10) == mine, "a renewal keeps the token"
+        await registry.renew(mine, ttl_s=10)
         await registry.compare_and_set(mine, None, head(1))
         await registry.unlock(mine)
         theirs = await registry.lock("gpt", "n1", ttl_s=10)
@@ -198,11 +199,42 @@ async def test_one_owner_at_a_time(registries):
             await registry.lock("gpt", "n0", ttl_s=10)
 
 
+async def test_who_takes_its_own_lock_loses_the_one_before(registries):
+    """A coordinator that was started again: what its last life ordered counts no more."""
+    async with registries.open() as registry:
+        dead = await registry.lock("gpt", "n0", ttl_s=10)
+        mine = await registry.lock("gpt", "n0", ttl_s=10)
+        assert mine.token > dead.token
+        with pytest.raises(ConflictError, match="the lock is lost"):
+            await registry.renew(dead, ttl_s=10)
+        with pytest.raises(ConflictError, match="the lock is lost"):
+            await registry.compare_and_set(dead, None, head(1))
+        await registry.unlock(dead)
+        await registry.compare_and_set(mine, None, head(1))
+
+
+async def test_a_look_tells_head_and_lock(registries):
+    async with registries.open() as registry, registries.another(registry) as other:
+        assert await other.look("gpt") == Standing(None)
+        lock = await registry.lock("gpt", "n0", ttl_s=10)
+        assert await other.look("gpt") == Standing(None, "n0", lock.token)
+        await registry.compare_and_set(lock, None, head(1))
+        await registry.renew(lock, ttl_s=10)
+        assert await other.look("gpt") == Standing(head(1), "n0", lock.token)
+        await registries.expire("gpt")
+        assert await other.look("gpt") == Standing(head(1))
+        with pytest.raises(ConflictError, match="the lock is lost"):
+            await registry.renew(lock, ttl_s=10)
+        assert await other.look("gpt") == Standing(head(1)), "a renewal takes nothing"
+        await commit(registry, "gpt", head(1), None)
+        assert await other.look("gpt") == Standing(None)
+
+
 async def test_a_renewal_counts_from_then(embedded):
     async with embedded.open() as registry:
         mine = await registry.lock("gpt", "n0", ttl_s=10)
         embedded.clock.now += 9
-        assert await registry.lock("gpt", "n0", ttl_s=10) == mine
+        await registry.renew(mine, ttl_s=10)
         embedded.clock.now += 9
         await registry.compare_and_set(mine, None, head(1))
 

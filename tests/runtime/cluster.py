@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import trio
 
+from tenplexfs.core.membership import Mandate, Standing
 from tenplexfs.core.snapshot import Head, JobName, NodeName, TxId
 from tenplexfs.errors import ConflictError, UnavailableError
 from tenplexfs.formats import npy
@@ -192,13 +193,23 @@ class MemoryRegistry:
         await self._answer()
         return len(self.events), dict(self.current)
 
+    async def look(self, job: JobName) -> Standing:
+        await self._answer()
+        held = self.locks.get(job)
+        return Standing(self.current.get(job), *(() if held is None else (held.owner, held.token)))
+
     async def lock(self, job: JobName, owner: str, *, ttl_s: float) -> Lock:
         await self._answer()
         held = self.locks.get(job)
         if held is not None and held.owner != owner:
             raise ConflictError(f"job {job}: {held.owner} holds the lock")
-        self.locks[job] = held or Lock(job, owner, next(self.tokens))
+        self.locks[job] = Lock(job, owner, next(self.tokens))
         return self.locks[job]
+
+    async def renew(self, lock: Lock, *, ttl_s: float) -> None:
+        await self._answer()
+        if self.locks.get(lock.job) != lock:
+            raise ConflictError(f"job {lock.job}: the lock is lost")
 
     async def unlock(self, lock: Lock) -> None:
         await self._answer()
@@ -252,6 +263,7 @@ class Node:
         self.member = Member(
             node=self.name,
             store=self.store,
+            look=registry.look,
             tree=self.tree,
             peers=peers,
             scatter=Scatter,
@@ -304,8 +316,10 @@ class Calls:
     async def switch(self, node: NodeName, job: JobName, head: Head | None) -> None:
         await self._node(node, "switch").table.switch(job, head)
 
-    async def drop(self, node: NodeName, job: JobName, txid: TxId, reason: str = "") -> None:
-        await self._node(node, "drop").member.drop(job, txid)
+    async def drop(
+        self, node: NodeName, job: JobName, txid: TxId, by: Mandate | None, reason: str = ""
+    ) -> None:
+        await self._node(node, "drop").member.drop(job, txid, by)
 
     async def describe(
         self, node: NodeName, job: JobName, txid: TxId, *, patience_s: float | None = None

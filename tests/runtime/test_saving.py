@@ -13,8 +13,9 @@ import trio
 import trio.testing
 
 from tenplexfs.core.build import build_ptc
+from tenplexfs.core.membership import Mandate
 from tenplexfs.core.snapshot import Head, SnapshotId
-from tenplexfs.errors import ConflictError
+from tenplexfs.errors import ConflictError, NotFoundError
 from tenplexfs.formats.layout_json import parse_layout
 from tenplexfs.formats.values import Values
 from tenplexfs.runtime.attempts import Base, SavePart, SaveRequest
@@ -56,9 +57,14 @@ def saves_of(store, nursery):
     )
 
 
-def order_of(attempt):
+BY = Mandate("n:1", 7)
+
+
+def order_of(attempt, by=BY):
+    attempt.leader = attempt.leader or "p"  # it was collected
     return StageOrder(
         job="j",
+        by=by,
         snapshot=attempt.snapshot,
         base_txid=None,
         old_layout_json=b"",
@@ -68,13 +74,13 @@ def order_of(attempt):
         drop=(),
         endpoints={},
         created_ns=1,
-        is_save=True,
+        leader="p",
     )
 
 
-async def saved(saves: Saves, fill: int):
+async def saved(saves: Saves, fill: int, process: str = "p"):
     """Saves the one rank; returns it."""
-    rank = await saves.begin(SaveRequest("j", 0, 1, None, "p", "run", TENSORS, b"", None))
+    rank = await saves.begin(SaveRequest("j", 0, 1, None, process, "run", TENSORS, b"", None))
     (slot,) = rank.plan.arrangement.slots
     (fd,) = rank.attempt.ingest.hand_out(rank.files, [0])
     os.pwrite(fd, slot.header + bytes([fill]) * slot.nbytes, 0)
@@ -101,7 +107,7 @@ def test_a_save_that_is_given_up_while_it_is_staged_leaves_nothing(store):
             async with trio.open_nursery() as both:
                 both.start_soon(saves.stage, order_of(attempt))
                 await sealing.wait()
-                both.start_soon(saves.drop, "j", attempt.snapshot.txid, "gone")
+                both.start_soon(saves.give_up, "j", attempt.snapshot.txid, BY, "gone")
                 await trio.testing.wait_all_tasks_blocked(0.05)
                 go_on.set()
             store.drop("j", attempt.snapshot.txid)
@@ -140,20 +146,41 @@ def test_what_was_staged_before_a_restart_stays_until_its_step_is_staged_again(s
     assert store.used_bytes == 0
 
 
-def test_what_was_promised_to_another_coordinator_is_not_for_this_one_to_drop(store):
+def test_what_was_promised_to_another_coordinator_is_not_for_this_one_to_give_up(store):
     async def main():
         async with trio.open_nursery() as nursery:
-            first = (await saved(before := saves_of(store, nursery), 1)).attempt
-            await before.stage(order_of(first))
-            txid = first.snapshot.txid
             saves = saves_of(store, nursery)
-            assert await saves.drop("j", txid, "gone")
-            attempt = (await saved(saves, 2)).attempt
-            assert not await saves.drop("j", txid, "gone")
+            attempt = (await saved(saves, 1)).attempt
+            txid = attempt.snapshot.txid
+            await saves.stage(order_of(attempt))
+            for other in (None, replace(BY, token=8), replace(BY, owner="m:1")):
+                await saves.give_up("j", txid, other, "gone")
+            attempt.check()
+            with pytest.raises(ConflictError, match="is being committed"):
+                await saves.stage(order_of(attempt, replace(BY, token=8)))
+            await saves.stage(order_of(attempt))
+            await saves.give_up("j", txid, BY, "gone")
             with pytest.raises(ConflictError, match="gone"):
                 attempt.check()
-            assert not await saves.drop("j", txid, "gone")
-            assert await before.drop("j", txid, "gone")
+            assert not saves.is_promised("j", txid)
+            nursery.cancel_scope.cancel()
+
+    trio.run(main)
+    assert len(store.snapshots()) == 1, "whether it is the head finds out who has the lock"
+
+
+def test_only_what_was_collected_is_staged(store):
+    async def main():
+        async with trio.open_nursery() as nursery:
+            saves = saves_of(store, nursery)
+            first = await saved(saves, 1)
+            order = order_of(first.attempt)
+            await saves.leave(first)
+            again = (await saved(saves, 2, "q")).attempt  # after it was collected
+            assert again.snapshot == first.attempt.snapshot
+            with pytest.raises(NotFoundError, match="was saved anew since it was collected"):
+                await saves.stage(order)
+            assert store.snapshots() == ()
             nursery.cancel_scope.cancel()
 
     trio.run(main)
@@ -167,7 +194,8 @@ def test_a_leader_that_does_not_know_whether_the_head_moved_has_nothing_dropped(
         async def collect(self, node, job, snapshot, leader):
             return SavePart(Values({0: b""}, None), {})
 
-        async def drop(self, node, job, txid, reason=""):
+        async def drop(self, node, job, txid, by, reason=""):
+            assert by is None
             asked.append((node, txid, reason))
 
     class LosesItsLock:

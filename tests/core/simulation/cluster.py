@@ -28,10 +28,13 @@ class Cluster:
 
     coordination = Coordination
     membership = Membership
+    tidies_under_lock = True
+    stages_what_was_collected = True
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
         self.world = World(self.random)
+        self.hanging = 0.0  # how probably a source does not send a piece
         self.registry = Registry(self.world, self)
         # The lock's time is the registry's to know.
         core = self.registry.core
@@ -42,17 +45,18 @@ class Cluster:
         self.layouts: dict[str, Layout] = {}
         self.heads: dict[str, Head] = {}
         self.content: dict[str, str] = {}
+        self.ids: dict[str, SnapshotId] = {}
         self.excused: set[str] = set()
         self.wiped: set[tuple[str, str]] = set()
         self.done_count = 0
-        self._txids = 0
+        self._numbers = 0
         self._begin()
 
     def _begin(self) -> None:
         layout = self.new_layout()
         txid = self.new_txid()
         head = Head(SnapshotId(1, 0, txid), layout, tuple(sorted(self.layouts[layout])))
-        self.content[txid], self.heads[txid] = txid, head
+        self.content[txid], self.heads[txid], self.ids[txid] = txid, head, head.snapshot
         for name, mine in self.layouts[layout].items():
             self.nodes[name].disk[txid] = Stored(head.snapshot, True, 0, dict.fromkeys(mine, txid))
         core = self.registry.core
@@ -65,9 +69,26 @@ class Cluster:
     def head(self) -> Head:
         return self.registry.core.heads()[1][JOB]
 
+    def new_number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
     def new_txid(self) -> str:
-        self._txids += 1
-        return f"{self._txids:04x}"
+        return f"{self.new_number():04x}"
+
+    def id_of_save(self, head: Head) -> SnapshotId:
+        """The same one each time that the step is saved."""
+        generation, step = head.snapshot.generation, (head.snapshot.step or 0) + 1
+        id = SnapshotId(generation, step, f"save{generation}.{step}")
+        return self.ids.setdefault(id.txid, id)
+
+    def rank_saves(self, node: str, id: SnapshotId) -> None:
+        """Training processes are where their daemon is, and see only that."""
+        if self.nodes[node].is_up:
+            self.nodes[node].rank_saves(id)
+
+    def living(self) -> list[str]:
+        return [name for name in self.names if self.nodes[name].is_up]
 
     def new_layout(self) -> str:
         layout: dict[str, set[int]] = {}
@@ -95,7 +116,9 @@ class Cluster:
 
     def begun(self, head: Head, new: Head, base: str | None, lost: frozenset[str]) -> None:
         self.heads[new.snapshot.txid] = new
-        self.content[new.snapshot.txid] = new.snapshot.txid if base is None else self.content[base]
+        self.ids[new.snapshot.txid] = new.snapshot
+        if base is not None:
+            self.content[new.snapshot.txid] = self.content[base]
         if lost:
             self.excused.add(head.snapshot.txid)
 
@@ -103,6 +126,10 @@ class Cluster:
         """One history, and at the moment of the commit every node has its part."""
         assert is_older(before.snapshot, after.snapshot), (before, after)
         self.done_count += 1
+        txid = after.snapshot.txid
+        if txid not in self.content:  # a save: which of those who led it has it
+            found = [self.nodes[name].disk[txid] for name in after.nodes if txid in self.nodes[name].disk]
+            self.content[txid] = next((word for each in found for word in each.pieces.values()), "lost")
         for name in after.nodes:
             self.check_part(self.nodes[name], after)
 
@@ -129,8 +156,7 @@ class Cluster:
         """Whatever a node shows is all there, here or elsewhere, and of one save."""
         for node in self.nodes.values():
             head = node.shown if node.is_up else None
-            # Others, who hold nothing of it, are told of the next one, and not waited for.
-            if head is None or node.name not in head.nodes or head.snapshot.txid in self.excused:
+            if head is None or head.snapshot.txid in self.excused:
                 continue
             txid = head.snapshot.txid
             for name in head.nodes:
@@ -153,7 +179,8 @@ class Cluster:
         random, world = self.random, self.world
         world.loss = random.choice((0.0, 0.0, 0.02, 0.1))
         world.doubling = random.choice((0.0, 0.05))
-        world.lateness = random.choice((0.0, 0.0, 0.05))
+        world.lateness = random.choice((0.0, 0.0, 0.05, 0.2))
+        self.hanging = random.choice((0.0, 0.03, 0.1))
         end_s = world.now + duration_s
         while world.now < end_s:
             world.run(world.now + random.expovariate(0.35))
@@ -164,15 +191,30 @@ class Cluster:
                 self.kill(self.nodes[random.choice(self.names)], wipes=random.random() < 0.15)
             elif what < 0.82:
                 self.kill(self.registry, wipes=False)
+                if random.random() < 0.4:
+                    self.registry.begin_anew()
             elif what < 0.92:
                 self.cut_off()
             self.check_readers()
 
     def transact(self) -> None:
+        if self.random.random() < 0.4:
+            self.save(self.head, 4)
+            return
         node = self.nodes[self.random.choice(self.names)]
         if node.is_up:
-            is_save = self.random.random() < 0.3
-            self.world.spawn(node, node.save() if is_save else node.reconfigure(self.new_layout()))
+            self.world.spawn(node, node.reconfigure(self.new_layout()))
+
+    def save(self, head: Head, tries: int) -> None:
+        """Saves the next step; a training process whose save failed tries it again."""
+        node = self.nodes[head.nodes[0]]
+        if not tries or self.head != head:
+            return
+        again = self.random.choice((0.5, 5.0)), self.save, head, tries - 1
+        if node.is_up:
+            self.world.spawn(node, node.save(head), lambda _, error: error and self.world.at(*again))
+        else:
+            self.world.at(*again)
 
     def kill(self, process: Process, *, wipes: bool) -> None:
         if not process.is_up:
@@ -200,7 +242,7 @@ class Cluster:
         """Nothing goes wrong any more; returns when all that was under way has ended."""
         world = self.world
         world.run(world.now + 1.0)
-        world.loss = world.doubling = world.lateness = 0.0
+        world.loss = world.doubling = world.lateness = self.hanging = 0.0
         world.cut.clear()
         for process in world.processes.values():
             self.restart(process)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -18,9 +19,8 @@ from tenplexfs.core.coordination import (
     Stage,
     Tell,
     Verdict,
-    fence_of,
 )
-from tenplexfs.core.membership import Membership, Part
+from tenplexfs.core.membership import Mandate, Membership, Part, Staging, Standing
 from tenplexfs.core.snapshot import Head, SnapshotId
 from tenplexfs.core.transaction import is_older, next_snapshot
 from tenplexfs.errors import ConflictError, NotFoundError, TenplexError, UnavailableError
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 JOB = "gpt"
 REGISTRY = "registry"
-LOCK_TTL_S, POLL_S, CALL_S, STAGE_S, RETAIN_S = 15.0, 4.0, 5.0, 25.0, 60.0
+LOCK_TTL_S, POLL_S, CALL_S, STAGE_S, RETAIN_S, TIDY_S = 15.0, 4.0, 5.0, 25.0, 60.0, 10.0
 
 Layout = dict[str, frozenset[int]]
 
@@ -41,11 +41,19 @@ Layout = dict[str, frozenset[int]]
 @dataclass(frozen=True)
 class Order:
     snapshot: SnapshotId
-    head: str
     base: str | None
     sources: dict[str, dict[int, str]]  # node -> piece -> who sends it
     layout: str
-    fence: int
+    by: Mandate
+    leader: int | None = None  # of a save
+
+
+@dataclass(eq=False)
+class Saving:
+    """What the ranks of a node have saved of a step, as `runtime.saving` knows it."""
+
+    leader: int | None = None
+    promised: Mandate | None = None
 
 
 @dataclass(frozen=True)
@@ -61,14 +69,29 @@ class Registry(Process):
         super().__init__(world, REGISTRY)
         self.core = RegistryCore(lambda: world.now)
         self.cluster = cluster
-        self.heads, self.lock, self.unlock = self.core.heads, self.core.lock, self.core.unlock
+        self.heads, self.lock, self.look = self.core.heads, self.core.lock, self.core.look
 
     def start(self) -> None:
         super().start()
         self.core.restart()
 
-    def compare_and_set(self, job: str, token: int, expected: Head, new: Head) -> None:
-        self.core.compare_and_set(job, token, expected, new)
+    def begin_anew(self) -> None:
+        """Another registry is in its place: what was under way has no lock there, whatever its token."""
+        self.core.begin_anew(self.world.random.choice((0, self.world.random.randint(0, 20))))
+
+    def renew(self, job: str, by: Mandate) -> None:
+        if self.core.look(job).owner != by.owner:
+            raise ConflictError(f"job {job}: the lock is lost")
+        self.core.renew(job, by.token, ttl_s=LOCK_TTL_S)
+
+    def unlock(self, job: str, by: Mandate) -> None:
+        if self.core.look(job).owner == by.owner:
+            self.core.unlock(job, by.token)
+
+    def compare_and_set(self, job: str, by: Mandate, expected: Head, new: Head) -> None:
+        if self.core.checks_lock and self.core.look(job).owner != by.owner:
+            raise ConflictError(f"job {job}: the lock is lost")
+        self.core.compare_and_set(job, by.token, expected, new)
         self.cluster.moved(expected, new)
 
 
@@ -87,17 +110,20 @@ class Node(Process):
         self.fence = 0
         self.staging: dict[str, bool] = {}  # txid -> whether it is to be dropped
         self.past: dict[str, float] = {}
-        self.revision = -1
+        self.saving: dict[str, Saving] = {}
+        self.idle_since: float | None = None
+        self.ruling: list[str] = []  # the order that is being judged
         self.showing: list[Head] = []
         self.world.spawn(self, self.follow())
 
     # The member.
 
     def membership(self) -> Membership:
+        promised = [txid for txid, each in self.saving.items() if each.promised is not None]
         return self.cluster.membership(
             shown=None if self.shown is None else self.shown.snapshot,
             stored={txid: Part(each.id, each.committed, each.fence) for txid, each in self.disk.items()},
-            in_use=frozenset({*self.past, *self.staging}),
+            in_use=frozenset({*self.past, *self.staging, *promised}),
             fence=self.fence,
         )
 
@@ -105,10 +131,7 @@ class Node(Process):
         is_first = True
         while True:
             try:
-                revision, heads = yield Call(REGISTRY, "heads", (), CALL_S)
-                if revision >= self.revision and JOB in heads:
-                    self.revision = revision
-                    yield from self.show(heads[JOB], is_hearsay=False)
+                yield from self.show_head()
             except (SilenceError, TenplexError):
                 if is_first:
                     self.show_last()
@@ -118,14 +141,51 @@ class Node(Process):
                 del self.past[txid]
                 self.forget(txid)
             yield POLL_S * (0.5 + self.world.random.random())
+            yield from self.tidy()
 
-    def show(self, head: Head, *, is_hearsay: bool) -> Steps:
+    def tidy(self) -> Steps:
+        """Drops what was given up, once it has been there for a while."""
+        if not self.membership().has_idle_stages():
+            self.idle_since = None
+            return
+        self.idle_since = self.idle_since or self.world.now
+        if self.world.now - self.idle_since < TIDY_S:
+            return
+        with suppress(SilenceError, TenplexError):  # somebody works on it
+            if self.cluster.tidies_under_lock:
+                yield from self.under_lock(self.drop_abandoned)
+            else:
+                yield from self.drop_abandoned(None, self.shown)
+
+    def drop_abandoned(self, by: Mandate | None, head: Head) -> Steps:
+        def rule(node: Membership, now: Standing) -> None:
+            self.forget_all(node.abandoned(by or Mandate(now.owner, now.token), now))
+
+        yield from self.judge(rule)
+
+    def judge(self, rule: Any) -> Steps:
+        """Does what ``rule`` says, given what the registry says now, one after the other."""
+        ruling = self.ruling  # of this life
+        while ruling:
+            yield 0.1
+        ruling.append("")
+        try:
+            now = yield Call(REGISTRY, "look", (JOB,), CALL_S)
+            return rule(self.membership(), now)
+        finally:
+            ruling.clear()
+
+    def show_head(self) -> Steps:
+        _, heads = yield Call(REGISTRY, "heads", (), CALL_S)
+        yield from self.show(heads[JOB])
+
+    def show(self, head: Head) -> Steps:
         showing = self.showing  # of this life
         while showing:
             yield 0.1
         showing.append(head)
         try:
-            found = self.membership().show(head, is_hearsay=is_hearsay)
+            found = self.membership().show(head)
             if found is None:
                 return
             if found.show is None:
@@ -134,10 +194,7 @@ class Node(Process):
                 self.disk[found.show] = replace(self.disk[found.show], committed=True)
             yield 0.01  # it may die here
             self.publish(head)
-            for txid in set(found.drop) - self.membership().in_use:
-                # One that it never showed: who does still show it gets an error from here, no other bytes.
-                self.cluster.excused.add(txid)
-                self.forget(txid)
+            self.forget_all(set(found.drop) - self.membership().in_use)
         finally:
             showing.clear()
 
@@ -157,6 +214,8 @@ class Node(Process):
             self.cluster.excused.update(self.disk.keys() - {head.snapshot.txid})
         elif before.snapshot.txid in self.disk:
             self.past[before.snapshot.txid] = self.world.now
+        for txid in [txid for txid in self.saving if not is_older(head.snapshot, self.cluster.ids[txid])]:
+            del self.saving[txid]
 
     def show_last(self) -> None:
         committed = [each for each in self.disk.values() if each.committed]
@@ -184,32 +243,68 @@ class Node(Process):
 
     def stage(self, order: Order) -> Steps:
         txid = order.snapshot.txid
-        found = self.membership().stage(order.snapshot, order.head, order.fence)
-        self.fence = max(self.fence, order.fence)
-        for other in found.drop:
-            self.forget(other)
-        if found.is_there:
-            return
         if txid in self.staging:
             raise ConflictError(f"{txid} is being staged already")
         staging = self.staging  # of this life
         staging[txid] = False
         try:
+            found = yield from self.judge(lambda node, now: self.obey(node, order, now))
+            if order.leader is not None:
+                yield from self.promise(order)
+                return
+            if found.is_there:
+                return
             pieces = yield from self.pieces_of(order)
-            yield self.world.random.random()
+            yield self.world.random.random() * self.world.random.choice((1.0, 1.0, 8.0))
             if staging[txid]:
                 raise ConflictError(f"{txid} was dropped while it was staged")
-            self.disk[txid] = Stored(order.snapshot, False, order.fence, pieces)
+            self.disk[txid] = Stored(order.snapshot, False, order.by.fence, pieces)
         finally:
             del staging[txid]
 
+    def obey(self, node: Membership, order: Order, now: Standing) -> Staging:
+        found = node.stage(order.snapshot, order.by, now)
+        self.fence = order.by.fence
+        self.forget_all(found.drop)
+        return found
+
+    def promise(self, order: Order) -> Steps:
+        """What `runtime.saving` does: what was staged of the same step before stays until then."""
+        txid = order.snapshot.txid
+        saving = self.saving.get(txid)
+        if saving is None or saving.promised not in (None, order.by):
+            raise NotFoundError(f"{txid}: not saved here")
+        if saving.leader != order.leader and self.cluster.stages_what_was_collected:
+            raise NotFoundError(f"{txid}: not saved here for {order.leader}")
+        saving.promised = order.by
+        yield self.world.random.random()
+        if self.saving.get(txid) is not saving:
+            raise ConflictError(f"{txid} was dropped while it was staged")
+        pieces = dict.fromkeys(self.cluster.layouts[order.layout][self.name], f"{txid}/{saving.leader}")
+        self.disk[txid] = Stored(order.snapshot, False, order.by.fence, pieces)
+
+    def rank_saves(self, id: SnapshotId) -> None:
+        """The node's ranks have saved, perhaps once more."""
+        known = self.saving.get(id.txid)
+        if known is None or known.promised is None:
+            self.saving[id.txid] = Saving()
+
+    def collect(self, txid: str, leader: int) -> None:
+        saving = self.saving.get(txid)
+        if saving is not None and saving.leader not in (None, leader):
+            del self.saving[txid]  # another process is rank 0 by now
+            saving = None
+        if saving is None:
+            raise NotFoundError(f"{txid}: nothing is saved here for {leader}")
+        saving.leader = leader
+
     def pieces_of(self, order: Order) -> Steps:
         mine = self.cluster.layouts[order.layout][self.name]
-        if order.base is None:
-            return dict.fromkeys(mine, order.snapshot.txid)
         pieces = {}
         for piece in sorted(mine):
             source = order.sources[self.name][piece]
+            if source != self.name and self.world.random.random() < self.cluster.hanging:
+                raise UnavailableError(f"its source {source}", source=source)
             for left in (2, 1, 0):
                 try:
                     pieces[piece] = yield Call(source, "read", (order.base, piece), CALL_S / 2)
@@ -220,71 +315,117 @@ class Node(Process):
         return pieces
 
     def switch(self, head: Head) -> Steps:
-        yield from self.show(head, is_hearsay=True)
+        yield from self.show_head()
+        if self.shown is None or is_older(self.shown.snapshot, head.snapshot):
+            raise ConflictError(f"this node's registry says {self.shown}")
 
-    def drop(self, txid: str) -> None:
-        self.membership().check_drop(txid)
+    def drop(self, txid: str, by: Mandate | None) -> Steps:
+        known = self.saving.get(txid)
+        if known is not None and known.promised in (None, by):
+            del self.saving[txid]
+        if self.past.pop(txid, None) is not None:
+            self.forget(txid)
+        elif by is not None:
+            yield from self.judge(lambda node, now: self.let_go(node, txid, by, now))
+
+    def let_go(self, node: Membership, txid: str, by: Mandate, now: Standing) -> None:
+        node.check_drop(txid, by, now)
+        self.saving.pop(txid, None)
         if txid in self.staging:
             self.staging[txid] = True
-            return
-        self.past.pop(txid, None)
-        self.forget(txid)
+        else:
+            self.forget(txid)
+
+    def forget_all(self, txids: Iterable[str]) -> None:
+        for txid in sorted(txids):
+            if self.shown is not None and is_older(self.cluster.ids[txid], self.shown.snapshot):
+                # One that it never showed: who does still show it gets an error from here, no other bytes.
+                self.cluster.excused.add(txid)
+            self.forget(txid)
 
     # The coordinator.
 
     def reconfigure(self, layout: str) -> Steps:
-        return self.under_lock(lambda token, head: self.move(token, head, layout))
+        return self.under_lock(lambda by, head: self.move(by, head, layout))
 
-    def save(self) -> Steps:
-        return self.under_lock(self.commit_save)
+    def save(self, head: Head) -> Steps:
+        """Leads a save of the next step, which every node's ranks make, some of them again."""
+        leader, id = self.cluster.new_number(), self.cluster.id_of_save(head)
+        for node in head.nodes:
+            self.world.spawn(self, self.ranks_save(node, id))
+        try:
+            for node in head.nodes:
+                yield from self.collect_from(node, id, leader)
+            return (yield from self.under_lock(lambda by, found: self.commit_save(by, found, id, leader)))
+        except (SilenceError, TenplexError):
+            yield from self.ask_all(head.nodes, "drop", (id.txid, None), CALL_S / 2)
+            raise
+
+    def ranks_save(self, node: str, id: SnapshotId) -> Steps:
+        yield self.world.random.random()
+        self.cluster.rank_saves(node, id)
+        if self.world.random.random() < 0.3:  # its ranks begin again
+            yield 2 * self.world.random.random()
+            self.cluster.rank_saves(node, id)
+
+    def collect_from(self, node: str, id: SnapshotId, leader: int) -> Steps:
+        for left in (3, 2, 1, 0):
+            try:
+                yield Call(node, "collect", (id.txid, leader), CALL_S / 2)
+            except (SilenceError, NotFoundError):
+                if not left:
+                    raise
+                yield 1.0
+            else:
+                return
 
     def under_lock(self, body: Any) -> Steps:
         owner = f"{self.name}:{self.cluster.new_txid()}"
-        token = yield Call(REGISTRY, "lock", (JOB, owner), CALL_S)
+        by = Mandate(owner, (yield Call(REGISTRY, "lock", (JOB, owner), CALL_S)))
         outcome = Queue()
         task = self.world.spawn(
-            self, self.with_head(token, body), lambda value, error: self.world.put(outcome, (value, error))
+            self, self.with_head(by, body), lambda value, error: self.world.put(outcome, (value, error))
         )
-        renewing = self.world.spawn(self, self.renew(owner, task))
+        renewing = self.world.spawn(self, self.renew(by, task))
         value, error = yield outcome
         self.world.cancel(renewing)
         with suppress(SilenceError):
-            yield Call(REGISTRY, "unlock", (JOB, token), CALL_S)
+            yield Call(REGISTRY, "unlock", (JOB, by), CALL_S)
         if error is not None:
             raise error
         return value
 
-    def with_head(self, token: int, body: Any) -> Steps:
+    def with_head(self, by: Mandate, body: Any) -> Steps:
         _, heads = yield Call(REGISTRY, "heads", (), CALL_S)
-        return (yield from body(token, heads[JOB]))
+        return (yield from body(by, heads[JOB]))
 
-    def renew(self, owner: str, task: Task) -> Steps:
+    def renew(self, by: Mandate, task: Task) -> Steps:
         while True:
             yield LOCK_TTL_S / 3
             try:
-                yield Call(REGISTRY, "lock", (JOB, owner), CALL_S)
+                yield Call(REGISTRY, "renew", (JOB, by), CALL_S)
             except ConflictError:
                 self.world.cancel(task)
                 return
             except SilenceError:
                 continue
 
-    def commit_save(self, token: int, head: Head) -> Steps:
-        now = head.snapshot
-        snapshot = SnapshotId(now.generation, (now.step or 0) + 1, self.cluster.new_txid())
-        fence = fence_of(token, 0)
-        order = Order(snapshot, head.snapshot.txid, None, {}, head.layout_digest, fence)
-        end = yield from self.carry_out(token, head, order, frozenset())
+    def commit_save(self, by: Mandate, head: Head, id: SnapshotId, leader: int) -> Steps:
+        if head.snapshot == id:
+            return True
+        if not is_older(head.snapshot, id) or head.snapshot.generation != id.generation:
+            raise ConflictError(f"{id}: comes too late")
+        order = Order(id, None, {}, head.layout_digest, by, leader)
+        end = yield from self.carry_out(head, order, frozenset())
         return end.verdict is Verdict.DONE
 
-    def move(self, token: int, head: Head, layout: str) -> Steps:
+    def move(self, by: Mandate, head: Head, layout: str) -> Steps:
         lost = yield from self.survey(head)
         for attempt in count():
             sources = self.cluster.plan(head, layout, lost)
             snapshot = next_snapshot(head, self.cluster.new_txid(), step=head.snapshot.step)
-            fence = fence_of(token, attempt)
-            order = Order(snapshot, head.snapshot.txid, head.snapshot.txid, sources, layout, fence)
-            end = yield from self.carry_out(token, head, order, lost)
+            order = Order(snapshot, head.snapshot.txid, sources, layout, replace(by, attempt=attempt))
+            end = yield from self.carry_out(head, order, lost)
             if end.verdict is not Verdict.SOURCES_LOST or end.lost <= lost:
                 return end.verdict is Verdict.DONE
             lost |= end.lost
@@ -309,7 +450,7 @@ class Node(Process):
 
         self.world.spawn(self, one(), lambda _, error: self.world.put(queue, (node, error)))
 
-    def carry_out(self, token: int, head: Head, order: Order, lost: frozenset[str]) -> Steps:
+    def carry_out(self, head: Head, order: Order, lost: frozenset[str]) -> Steps:
         """What `runtime.switching` does."""
         nodes = tuple(sorted(self.cluster.layouts[order.layout]))
         new = Head(order.snapshot, order.layout, nodes)
@@ -318,12 +459,12 @@ class Node(Process):
         actions = machine.begin()
         try:
             while not isinstance(actions[-1], End):
-                actions = yield from self.do(actions[-1], machine, token, head, new, order, lost)
+                actions = yield from self.do(actions[-1], machine, head, new, order, lost)
                 for action in actions[:-1]:
-                    yield from self.do(action, machine, token, head, new, order, lost)
+                    yield from self.do(action, machine, head, new, order, lost)
         except CancelledError:
             for action in machine.given_up()[:-1]:
-                yield from self.do(action, machine, token, head, new, order, lost)
+                yield from self.do(action, machine, head, new, order, lost)
             raise
         return actions[-1]
 
@@ -331,7 +472,6 @@ class Node(Process):
         self,
         action: Any,
         machine: Coordination,
-        token: int,
         head: Head,
         new: Head,
         order: Order,
@@ -341,14 +481,15 @@ class Node(Process):
             case Stage(nodes):
                 return (yield from self.have_staged(nodes, machine, head, order, lost))
             case Commit():
-                return (yield from self.commit(machine, token, head, new))
+                return (yield from self.commit(machine, order.by, head, new))
             case Tell(nodes):
-                answers = yield from self.ask_all(nodes, "switch", (new,), CALL_S)
-                for node in nodes:
+                guests = tuple(each for each in self.cluster.living() if each not in nodes)
+                answers = yield from self.ask_all((*guests, *nodes), "switch", (new,), CALL_S)
+                for node in (*guests, *nodes):
                     following = machine.told(node, acknowledged=answers[node] is None)
                 return following
             case Drop(txid, nodes):
-                yield from self.ask_all(nodes, "drop", (txid,), CALL_S / 2)
+                yield from self.ask_all(nodes, "drop", (txid, order.by), CALL_S / 2)
         return ()
 
     def have_staged(
@@ -383,13 +524,13 @@ class Node(Process):
             except UnavailableError:
                 continue
 
-    def commit(self, machine: Coordination, token: int, head: Head, new: Head) -> Steps:
+    def commit(self, machine: Coordination, by: Mandate, head: Head, new: Head) -> Steps:
         """What `runtime.heads` does."""
         moving = Commitment(head, new)
         while True:
             reply = Reply.MOVED
             try:
-                yield Call(REGISTRY, "compare_and_set", (JOB, token, head, new), CALL_S)
+                yield Call(REGISTRY, "compare_and_set", (JOB, by, head, new), CALL_S)
             except ConflictError:
                 reply = Reply.REFUSED
             except SilenceError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tenplexfs.core.membership import Standing
 from tenplexfs.core.snapshot import Head, NodeInfo
 from tenplexfs.errors import ConflictError
 
@@ -36,6 +37,16 @@ class RegistryCore:
         }
         self._living = {info: (ttl_s, now + ttl_s) for info, (ttl_s, _) in self._living.items()}
 
+    def begin_anew(self, tokens: int) -> None:
+        """Becomes another registry with the same heads, whose tokens count from ``tokens``."""
+        self._locks.clear()
+        self._tokens = tokens
+
+    def look(self, job: str) -> Standing:
+        owner, token, _, end = self._locks.get(job, ("", 0, 0.0, 0.0))
+        held = (owner, token) if end > self._clock() else ()
+        return Standing(self._heads.get(job), *held)
+
     def heads(self) -> tuple[int, dict[str, Head]]:
         return len(self.history), dict(sorted(self._heads.items()))
 
@@ -46,11 +57,16 @@ class RegistryCore:
             held = None
         if held is not None and held[0] != owner:
             raise ConflictError(f"job {job}: locked by {held[0]} for {held[3] - now:.1f} s more")
-        if held is None:
-            self._tokens += 1
-        token = self._tokens if held is None else held[1]
+        self._tokens += 1
+        token = self._tokens
         self._locks[job] = (owner, token, ttl_s, now + ttl_s)
         return token
+
+    def renew(self, job: str, token: int, *, ttl_s: float) -> None:
+        owner, held, _, end = self._locks.get(job, ("", 0, 0.0, 0.0))
+        if held != token or end <= self._clock():
+            raise ConflictError(f"job {job}: the lock is lost; nothing changed")
+        self._locks[job] = (owner, token, ttl_s, self._clock() + ttl_s)
 
     def unlock(self, job: str, token: int) -> None:
         if job in self._locks and self._locks[job][1] == token:

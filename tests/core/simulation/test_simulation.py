@@ -9,11 +9,13 @@ once registry and sources can be reached. ``TENPLEXFS_SEEDS=100000`` runs more.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 
 from tenplexfs.core.coordination import Coordination, Drop
-from tenplexfs.core.membership import Membership, Settlement
+from tenplexfs.core.membership import Membership, Settlement, Standing
+from tenplexfs.errors import ConflictError
 
 from .cluster import Cluster, run
 
@@ -51,20 +53,79 @@ class CommitsWithoutLock(Cluster):
         self.registry.core.checks_lock = False
 
 
-class UnfencedMembership(Membership):
-    def stage(self, snapshot, head, fence):
-        return super().stage(snapshot, head, 0)
+class ObedientMembership(Membership):
+    def stage(self, snapshot, by, now):
+        return super().stage(snapshot, by, Standing(now.head, by.owner, by.token))
 
 
 class TakesAnyOrder(Cluster):
     """Nodes that take orders of coordinators that have lost their lock."""
 
-    membership = UnfencedMembership
+    membership = ObedientMembership
+
+
+class ComparesTokensMembership(Membership):
+    def stage(self, snapshot, by, now):
+        fences = [self.fence, *(part.fence for part in self.stored.values() if not part.committed)]
+        if by.fence < max(fences):
+            raise ConflictError("a higher one was here")
+        return super().stage(snapshot, by, Standing(now.head, by.owner, by.token))
+
+
+class ComparesTokens(Cluster):
+    """Nodes that take for the newest lock the one with the highest token, of whatever registry."""
+
+    membership = ComparesTokensMembership
+
+
+class ForgetfulMembership(Membership):
+    def stage(self, snapshot, by, now):
+        return super().stage(snapshot, replace(by, attempt=1 << 20), now)
+
+
+class TakesAnyAttempt(Cluster):
+    """Nodes that take orders of an attempt that was given up, as its lock is still held."""
+
+    membership = ForgetfulMembership
+
+
+class LaxMembership(Membership):
+    def check_drop(self, txid, by, now):
+        super().check_drop(txid, by, Standing(now.head, by.owner, by.token))
+
+
+class DropsForAnybody(Cluster):
+    """Nodes that drop what is not the head for coordinators that have lost their lock."""
+
+    membership = LaxMembership
+
+
+class TidiesWithoutLock(Cluster):
+    """Nodes that clear away what has been staged for a while, whoever works on it elsewhere."""
+
+    tidies_under_lock = False
+
+
+class StagesAnySave(Cluster):
+    """Nodes that stage what their ranks have saved anew since their part was collected and compared."""
+
+    stages_what_was_collected = False
+
+
+class HastyCoordination(Coordination):
+    def told(self, node, *, acknowledged):
+        return super().told(node, acknowledged=acknowledged or node not in self._waiting)
+
+
+class ForgetsItsGuests(Cluster):
+    """Coordinators that let go of what was while nodes outside of the layout still show it."""
+
+    coordination = HastyCoordination
 
 
 class DeafMembership(Membership):
-    def stage(self, snapshot, head, fence):
-        return super().stage(snapshot, None, fence)
+    def stage(self, snapshot, by, now):
+        return super().stage(snapshot, by, replace(now, head=None))
 
 
 class ForgetsTheHead(Cluster):
@@ -74,8 +135,8 @@ class ForgetsTheHead(Cluster):
 
 
 class RashMembership(Membership):
-    def show(self, head, *, is_hearsay):
-        found = super().show(head, is_hearsay=is_hearsay)
+    def show(self, head):
+        found = super().show(head)
         if found is None:
             return None
         others = self.stored.keys() - {head.snapshot.txid} - self.in_use
@@ -89,8 +150,8 @@ class DropsWhatMayCome(Cluster):
 
 
 class GullibleMembership(Membership):
-    def show(self, head, *, is_hearsay):
-        return Membership(None, self.stored, self.in_use).show(head, is_hearsay=False)
+    def show(self, head):
+        return Membership(None, self.stored, self.in_use).show(head)
 
 
 class ShowsOldNews(Cluster):
@@ -102,11 +163,15 @@ class ShowsOldNews(Cluster):
 @pytest.mark.parametrize(
     ("broken", "first"),
     [
-        (DropsTooEarly, 24),
-        (CommitsWithoutLock, 23),
-        (TakesAnyOrder, 385),
-        (ForgetsTheHead, 263),
-        (DropsWhatMayCome, 88),
+        (DropsTooEarly, 72),
+        (CommitsWithoutLock, 30),
+        (ComparesTokens, 5),
+        (TakesAnyAttempt, 2160),
+        (TidiesWithoutLock, 11),
+        (StagesAnySave, 3),
+        (ForgetsItsGuests, 82),
+        (ForgetsTheHead, 50),
+        (DropsWhatMayCome, 43),
         (ShowsOldNews, 0),
     ],
 )
