@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from tenplexfs.cli import contents, datasets, jobs, layouts, node, nodes, plans, registry, show, steps
+from tenplexfs.cli import contents, datasets, export, jobs, layouts, node, nodes, plans, registry, show, steps
 from tenplexfs.cli.session import JsonOption, Session, SocketOption
 from tenplexfs.errors import TenplexError, UsageError
 
@@ -27,6 +27,7 @@ node.register(app)
 jobs.register(app)
 plans.register(app)
 contents.register(app)
+export.register(app)
 steps.register(jobs.app)
 app.add_typer(jobs.app, name="job")
 app.add_typer(nodes.app, name="node")

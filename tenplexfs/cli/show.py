@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -24,6 +24,7 @@ from tenplexfs.errors import TenplexError
 from tenplexfs.formats.text import bytes_text
 
 __all__ = [
+    "bytes_bar",
     "bytes_text",
     "document",
     "error_document",
@@ -103,6 +104,17 @@ def _bar() -> Iterator[Progress]:
         *columns, TransferSpeedColumn(), TimeElapsedColumn(), console=Console(stderr=True), transient=True
     ) as bar:
         yield bar
+
+
+@contextmanager
+def bytes_bar(title: str, total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """Gives what is told the bytes done, of ``total``; a bar shows them if a person watches."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda done: None
+        return
+    with _bar() as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda done: bar.update(task, completed=done)
 
 
 def progress(steps: Iterable[S], title: str, *, quiet: bool) -> S | None:

@@ -19,7 +19,7 @@ from tenplexfs.core.dtypes import dtype_of
 from tenplexfs.errors import CorruptError, InvalidError
 from tenplexfs.formats.frames import ALIGNMENT, MAX_FDS
 
-__all__ = ["LocalArray", "OpenSnapshot", "RegionOf", "create_job", "node_of", "place_of_job"]
+__all__ = ["LocalArray", "OpenSnapshot", "RegionOf", "create_job", "cut", "node_of", "place_of_job"]
 
 Array = npt.NDArray[np.generic]
 
@@ -122,6 +122,12 @@ def create_job(place: Place, layout_json: bytes) -> None:
 class OpenSnapshot:
     """One snapshot, held until `close`; for one thread.
 
+    Args:
+        place: The job.
+        step: One that is kept; None: the newest.
+        snapshot: The one that is wanted; None: any.
+        socket: Of the daemon; default: that of the mount.
+
     Attributes:
         snapshot: Its name.
         node: Whose daemon answers.
@@ -134,8 +140,10 @@ class OpenSnapshot:
         UnavailableError: The daemon is not there.
     """
 
-    def __init__(self, place: Place, *, step: int | None, snapshot: str | None) -> None:
-        self._connection = Connection(socket_of(place.mount))
+    def __init__(
+        self, place: Place, *, step: int | None, snapshot: str | None, socket: str | None = None
+    ) -> None:
+        self._connection = Connection(socket or socket_of(place.mount))
         self.is_closed = False
         try:
             begun = self._connection.ask("regions", job=place.job, step=step, snapshot=snapshot)
@@ -199,7 +207,7 @@ class OpenSnapshot:
         return {key: local.array for key, local in self.visit(wanted)}
 
     def read(
-        self, regions: Sequence[RegionOf], *, uses: int
+        self, regions: Sequence[RegionOf], *, uses: int, batch_bytes: int = _BATCH_BYTES
     ) -> Iterator[tuple[int, tuple[slice, ...], Array]]:
         """Yields regions of whole tensors, from wherever they are, in parts of no more than a batch.
 
@@ -208,8 +216,9 @@ class OpenSnapshot:
         Args:
             regions: Of any size.
             uses: How many ranks of this node ask for the very same; they are fetched once.
+            batch_bytes: What is asked for at once, at most.
         """
-        for batch in _batches(regions):
+        for batch in _batches(regions, batch_bytes):
             items = [[part.path, part.start, part.stop] for _, part in batch]
             _, fds = self._connection.ask_fds("regions.read", items=items, uses=uses)
             for (i, part), data in zip(batch, _arrays_of(fds, [part for _, part in batch]), strict=True):
@@ -217,13 +226,13 @@ class OpenSnapshot:
                 yield i, tuple(slice(a - o, b - o) for a, b, o in offsets), data
 
 
-def _batches(regions: Sequence[RegionOf]) -> Iterator[list[tuple[int, RegionOf]]]:
+def _batches(regions: Sequence[RegionOf], most_bytes: int) -> Iterator[list[tuple[int, RegionOf]]]:
     """Yields what is asked for at once: numbers of regions, and parts of them."""
     batch: list[tuple[int, RegionOf]] = []
     size = 0
     for i, region in enumerate(regions):
-        for part in _cut(region):
-            if batch and size + part.nbytes > _BATCH_BYTES:
+        for part in cut(region, most_bytes):
+            if batch and size + part.nbytes > most_bytes:
                 yield batch
                 batch, size = [], 0
             batch.append((i, part))
@@ -232,15 +241,19 @@ def _batches(regions: Sequence[RegionOf]) -> Iterator[list[tuple[int, RegionOf]]
         yield batch
 
 
-def _cut(region: RegionOf) -> Iterator[RegionOf]:
-    """Yields parts of a region that are each no more than a batch."""
+def cut(region: RegionOf, most_bytes: int) -> Iterator[RegionOf]:
+    """Yields parts of a region of ``most_bytes`` or less, unless one element takes more, in C order.
+
+    >>> [(part.start, part.stop) for part in cut(RegionOf("w", (0, 0), (1, 5), "float32"), 8)]
+    [((0, 0), (1, 2)), ((0, 2), (1, 3)), ((0, 3), (1, 5))]
+    """
     dim = next((dim for dim, size in enumerate(region.shape) if size > 1), None)
-    if dim is None or region.nbytes <= _BATCH_BYTES:
+    if dim is None or region.nbytes <= most_bytes:
         yield region
         return
     middle = (region.start[dim] + region.stop[dim]) // 2
-    yield from _cut(replace(region, stop=(*region.stop[:dim], middle, *region.stop[dim + 1 :])))
-    yield from _cut(replace(region, start=(*region.start[:dim], middle, *region.start[dim + 1 :])))
+    yield from cut(replace(region, stop=(*region.stop[:dim], middle, *region.stop[dim + 1 :])), most_bytes)
+    yield from cut(replace(region, start=(*region.start[:dim], middle, *region.start[dim + 1 :])), most_bytes)
 
 
 def _arrays_of(fds: list[int], regions: Sequence[RegionOf]) -> list[Array]:

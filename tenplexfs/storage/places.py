@@ -29,6 +29,7 @@ _TRIES_S = (0.2, 1.0, 3.0)
 _REQUEST_S = 30.0
 _CHUNK_BYTES = 8 << 20
 _CONCURRENCY = 3
+_PARTS = 9000
 
 T = TypeVar("T")
 
@@ -87,20 +88,24 @@ class Place:
         """Returns the place below this one."""
         return Place(f"{self.url}/{name}")
 
-    def put(self, name: str, data: bytes | Callable[[], Iterator[bytes | memoryview]]) -> None:
+    def put(
+        self, name: str, data: bytes | Callable[[], Iterator[bytes | memoryview]], *, size: int = 0
+    ) -> None:
         """Writes an object, whole or not at all, in the place of what was there.
 
         Args:
             name: Below this place.
             data: Its bytes, or what makes the parts of them, again for each try.
+            size: Bytes of it, where it may be past 80 GB: stores take so many parts of an object and no more.
         """
         key = self._key(name)
+        chunk_bytes = max(_CHUNK_BYTES, -(-size // _PARTS))
 
         def put() -> None:
             if isinstance(data, bytes):
                 obstore.put(self._store, key, data)
                 return
-            obstore.put(self._store, key, data(), chunk_size=_CHUNK_BYTES, max_concurrency=_CONCURRENCY)
+            obstore.put(self._store, key, data(), chunk_size=chunk_bytes, max_concurrency=_CONCURRENCY)
 
         self._try(name, put)
 

@@ -93,7 +93,9 @@ class Regions:
         self._documents: list[bytes] = []
         self.of_rank: list[int] = []
         self._list_documents()
+        self._held: tuple[NodeName, ...] = ()
         self._pin: AbstractContextManager[ArraySource] | None = None
+        self._arrays: ArraySource = view.arrays
         self._parts: list[SnapshotArrays] = []
         self._files: list[list[Any]] = []  # part, rank, path, bytes that are wanted
         try:
@@ -102,6 +104,7 @@ class Regions:
         except NotFoundError:
             return
         self._pin = pin
+        self._arrays = arrays  # those of the view go when the job has switched
         sources = arrays.sources if isinstance(arrays, AnyOf) else (arrays,)
         self._parts = [each for each in sources if isinstance(each, SnapshotArrays)]
 
@@ -175,6 +178,7 @@ class Regions:
         size = sum(_aligned(_nbytes(tensor, box)) for tensor, box in wanted)
         if size > _MAX_READ_BYTES:
             raise InvalidError(f"regions.read: {size} bytes at once, at most {_MAX_READ_BYTES}")
+        await self._hold()
         named = msgpack.packb([self._view.job, self._view.id.text, items])
         key = blake2b(named, digest_size=16).digest()
         entry = self._shared.entry(key)
@@ -199,21 +203,15 @@ class Regions:
         raise InvalidError(f"regions.read: {each!r:.200}: need path, start and stop within the tensor")
 
     async def _fetch(self, wanted: Sequence[tuple[Tensor, Boxes]]) -> int:
-        view = self._view
-        nodes: tuple[NodeName, ...] = view.fetcher.others()
-        view.fetcher.hold(nodes)
-        try:
-            parts, elsewhere = await trio.to_thread.run_sync(self._gather, wanted)
-            fetched = await view.fetcher.fetch([each for each, _ in elsewhere])
+        parts, elsewhere = await trio.to_thread.run_sync(self._gather, wanted)
+        fetched = await self._view.fetcher.fetch([each for each, _ in elsewhere])
 
-            def finish() -> int:
-                for data, (_, target) in zip(fetched, elsewhere, strict=True):
-                    target[...] = data.view(target.dtype).reshape(target.shape)
-                return _file_of([part.data for part in parts])
+        def finish() -> int:
+            for data, (_, target) in zip(fetched, elsewhere, strict=True):
+                target[...] = data.view(target.dtype).reshape(target.shape)
+            return _file_of([part.data for part in parts])
 
-            return await trio.to_thread.run_sync(finish)
-        finally:
-            view.fetcher.drop(nodes)
+        return await trio.to_thread.run_sync(finish)
 
     def _gather(self, wanted: Sequence[tuple[Tensor, Boxes]]) -> tuple[list[Bytes], list[tuple[Wanted, Any]]]:
         view = self._view
@@ -221,7 +219,7 @@ class Regions:
         parts, elsewhere = [], []
         for tensor, box in wanted:
             header = npy.header(tensor.shape, tensor.dtype)
-            whole = FullTensor(fetcher, header, tensor, view.ptc.holders(tensor.path), view.arrays)
+            whole = FullTensor(fetcher, header, tensor, view.ptc.holders(tensor.path), self._arrays)
             try:
                 part, missing = whole.gather(box)
             finally:
@@ -230,8 +228,17 @@ class Regions:
             elsewhere += missing
         return parts, elsewhere
 
+    async def _hold(self) -> None:
+        """Keeps the snapshot on the other nodes, too, until `close`: more is going to be read."""
+        if not self._held:
+            self._held = self._view.fetcher.others()
+            self._view.fetcher.hold(self._held)
+            await self._view.fetcher.handles.settle()
+
     def close(self) -> None:
         """Lets go of the snapshot; what was handed out stays."""
+        held, self._held = self._held, ()
+        self._view.fetcher.drop(held)
         pin, self._pin, self._parts = self._pin, None, []
         if pin is not None:
             pin.__exit__(None, None, None)
