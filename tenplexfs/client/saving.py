@@ -9,16 +9,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tenplexfs.client.arrays import Source, source_of
 from tenplexfs.client.connection import Connection, Place, parse_place, patiently, socket_of
-from tenplexfs.client.copying import Placed, Task, write_tasks
+from tenplexfs.client.copying import Copier, Placed, Task
 from tenplexfs.client.session import loaded_from, process_name, remember, run_name
-from tenplexfs.client.staging import Lane, lanes_of
+from tenplexfs.client.staging import lanes_of
 from tenplexfs.errors import InvalidError, TimedOutError, UnavailableError
 from tenplexfs.formats import npy
 from tenplexfs.formats.frames import MAX_FDS
@@ -41,10 +41,10 @@ class _Given(NamedTuple):
 
 
 class _Copied(NamedTuple):
-    """A save that is copied: the connection that holds it, and its number there."""
+    """A save that is copied: the connection that holds it, and what it says when it is sealed."""
 
     connection: Connection
-    number: int
+    seal: Mapping[str, object]
 
 
 class Save:
@@ -202,12 +202,21 @@ def _send(place: Place, begin: Mapping[str, object], flat: Flat[Source]) -> _Cop
         begun = connection.ask("save.begin", **begin)
         remember(place.mount, place.job, begun["base"])
         threads = min(_MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // begun["ranks"]))
-        lanes = lanes_of(flat.tensors.values())
-        _write_files(connection, begun["save"], _placed(flat, begun), threads, lanes)
+        copier = Copier(lanes_of(flat.tensors.values()))
+        _write_files(connection, begun["save"], _placed(flat, begun), threads, copier)
     except BaseException:
         connection.close()
         raise
-    return _Copied(connection, begun["save"])
+    return _Copied(connection, {"save": begun["save"], **_sum_columns(copier.sums, len(flat.tensors))})
+
+
+def _sum_columns(sums: Mapping[int, int], count: int) -> dict[str, object]:
+    """Returns what ``save.seal`` says of the sums: that of each tensor, and whether it is known."""
+    known, found = np.zeros(count, np.bool_), np.zeros(count, np.uint64)
+    where = np.fromiter(sums, np.int64, len(sums))
+    known[where] = True
+    found[where] = np.fromiter(sums.values(), np.uint64, len(sums))
+    return {"sums": found.tobytes(), "summed": known.tobytes()}
 
 
 def _finish(
@@ -225,7 +234,7 @@ def _finish(
             made._connection = copied.connection
             try:
                 with copied.connection as connection:
-                    connection.ask("save.seal", save=copied.number)
+                    connection.ask("save.seal", **copied.seal)
                     snapshot = _wait(connection, place, begin)
                 break
             except UnavailableError:
@@ -261,9 +270,9 @@ def _placed(flat: Flat[Source], begun: Mapping[str, Any]) -> list[list[Placed]]:
     """Returns for each file what goes into it, in the order of the offsets."""
     files: list[list[Placed]] = [[] for _ in range(begun["files"])]
     places = np.frombuffer(begun["places"], np.int64).reshape(-1, 2).tolist()
-    for (file, offset), source in zip(places, flat.tensors.values(), strict=True):
+    for number, ((file, offset), source) in enumerate(zip(places, flat.tensors.values(), strict=True)):
         if file >= 0:
-            files[file].append(Placed(offset, npy.header(source.shape, source.dtype), source))
+            files[file].append(Placed(offset, npy.header(source.shape, source.dtype), source, number))
     for each in files:
         each.sort(key=lambda placed: placed.offset)
     return files
@@ -274,7 +283,7 @@ def _write_files(
     name: int,
     files: Sequence[Sequence[Placed]],
     threads: int,
-    lanes: Callable[[Source], Lane | None],
+    copier: Copier,
 ) -> None:
     """Writes into the files that the daemon hands out, some at a time."""
     with ThreadPoolExecutor(threads, thread_name_prefix="tenplexfs-copy") as pool, ExitStack() as stack:
@@ -285,7 +294,7 @@ def _write_files(
             futures: list[Future[None]] = []
             batches.append((fds, futures))
             stack.callback(_end_batch, fds, futures)
-            tasks = chain.from_iterable(map(write_tasks, fds, batch, repeat(lanes)))
+            tasks = chain.from_iterable(map(copier.tasks, fds, batch))
             futures.extend(pool.submit(_run, job) for job in _jobs(tasks))
             while len(batches) >= _AHEAD:
                 _end_batch(*batches.popleft())

@@ -59,6 +59,7 @@ class RankPlan:
         arrangement: Their files.
         names: Slot, canonical path with signature of the shard, and path as shown, of each key of each slot.
         places: File and offset of the header of each tensor, int64; file -1 where it is tied with another.
+        slots: Slot of each tensor.
     """
 
     ptc: PTC
@@ -67,6 +68,7 @@ class RankPlan:
     arrangement: Arrangement
     names: Sequence[tuple[int, tuple[str, bytes], str]]
     places: bytes
+    slots: Sequence[int]
 
     def fits(self, ptc: PTC, rank: int, tensors: Tensors) -> bool:
         """Returns whether it is the plan for that too."""
@@ -99,7 +101,9 @@ def plan_rank(ptc: PTC, job: JobName, rank: int, tensors: Tensors) -> RankPlan:
     names.sort(key=lambda name: name[2])
     at = {path: (slot.file, slot.offset) for path, slot in zip(slots, arrangement.slots, strict=True)}
     places = np.array([at.get(path, (-1, 0)) for path in tensors.paths], np.int64)
-    return RankPlan(ptc, rank, tensors, arrangement, names, places.tobytes())
+    number_of = {path: number for number, slot in enumerate(arrangement.slots) for _, path in slot.keys}
+    numbers = [number_of[path] for path in tensors.paths]
+    return RankPlan(ptc, rank, tensors, arrangement, names, places.tobytes(), numbers)
 
 
 def _check_tensors(ptc: PTC, job: JobName, rank: int, tensors: Tensors) -> None:

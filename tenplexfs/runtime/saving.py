@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 import trio
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _WRITER_TRIES_S = (0.0, 0.01, 0.05, 0.2)
 _MAX_SUM_TASKS = 4  # of one rank
+_NO_SUMS: Mapping[int, int] = {}
 
 Reserve = Callable[[SaveIngest, RankPlan], RankFiles]
 """Takes room for the tensors of a rank in a save."""
@@ -176,8 +177,10 @@ class Saves:
         name = f"save\0{job}\0{generation}\0{step}\0{run}"
         return TxId(hashlib.blake2b(name.encode(), digest_size=8).hexdigest())
 
-    async def seal(self, rank: RankSave) -> None:
-        """Takes a rank's part as it is now; returns when nothing of it can change any more.
+    async def seal(self, rank: RankSave, sums: Mapping[int, int] = _NO_SUMS) -> None:
+        """Takes a rank's part as it is now, with the sums that it made of what it wrote, by tensor number.
+
+        Returns when nothing of it can change any more.
 
         Raises:
             InvalidError: Something has not been written.
@@ -188,6 +191,7 @@ class Saves:
         missing = len(files.names) - len(files.handed)
         if missing:
             raise InvalidError(f"save: {missing} files of {len(files.names)} were never asked for")
+        files.given = {rank.plan.slots[number]: known for number, known in sums.items()}
         numbers = range(len(files.names))
         tasks = min(_MAX_SUM_TASKS, max(1, len(os.sched_getaffinity(0)) // rank.ranks_here))
         try:

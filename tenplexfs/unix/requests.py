@@ -13,7 +13,7 @@ from tenplexfs.errors import InvalidError
 from tenplexfs.runtime.attempts import SaveRequest
 from tenplexfs.runtime.save_parts import Tensors
 
-__all__ = ["field", "optional", "save_request"]
+__all__ = ["field", "optional", "save_request", "sums_of"]
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
@@ -57,6 +57,23 @@ def save_request(message: Message) -> SaveRequest:
         document=field(message, "document", bytes),
         consumed=optional(message, "consumed", int),
     )
+
+
+def sums_of(message: Message, count: int) -> Mapping[int, int]:
+    """Returns what ``save.seal`` says: the sums that the client has made of ``count`` tensors, by number.
+
+    Raises:
+        InvalidError: They are not of so many.
+    """
+    found, known = optional(message, "sums", bytes), optional(message, "summed", bytes)
+    if found is None or known is None:
+        return {}
+    if (len(found), len(known)) != (8 * count, count):
+        raise InvalidError(
+            f"save.seal: sums: need one as uint64, and whether it is known, for {count} tensors"
+        )
+    where = np.flatnonzero(np.frombuffer(known, np.bool_))
+    return dict(zip(where.tolist(), np.frombuffer(found, np.uint64)[where].tolist(), strict=True))
 
 
 def _tensors(message: Message) -> Tensors:

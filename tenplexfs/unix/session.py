@@ -21,7 +21,7 @@ from tenplexfs.runtime.snapshot import Snapshot
 from tenplexfs.runtime.stopping import Stops
 from tenplexfs.unix.loads import Load
 from tenplexfs.unix.regions import Regions, SharedRegions
-from tenplexfs.unix.requests import field, optional, save_request
+from tenplexfs.unix.requests import field, optional, save_request, sums_of
 from tenplexfs.unix.server import Answer
 
 __all__ = ["ClientSession", "Parts"]
@@ -147,7 +147,7 @@ class ClientSession:
 
     async def _save_seal(self, message: Message) -> Answer:
         rank = self._rank(message)
-        await self._parts.saves.seal(rank)
+        await self._parts.saves.seal(rank, sums_of(message, len(rank.request.tensors.paths)))
         self._attempt = rank.attempt
         return {}, ()
 

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 import tenplexfs
-from tenplexfs.client import connection
+from tenplexfs.client import connection, copying
 from tenplexfs.client.arrays import Source
 from tenplexfs.client.connection import parse_place, patiently
-from tenplexfs.client.copying import Placed, write_tasks
+from tenplexfs.client.copying import Copier, Placed
 from tenplexfs.client.mapping import map_private
 from tenplexfs.core.dtypes import EXTENDED
 from tenplexfs.errors import InvalidError, UnavailableError
@@ -104,27 +105,39 @@ VIEWS = {
 }
 
 
-def written(path: Path, tensors: list[Placed]) -> bytes:
+@pytest.fixture(params=[True, False], ids=["summed", "not summed"])
+def is_summed(request, monkeypatch):
+    """Whether the library that sums is there."""
+    if not request.param:
+        monkeypatch.setattr(copying, "_xxhash", lambda: None)
+    return request.param
+
+
+def written(path: Path, tensors: list[Placed], *, is_summed: bool) -> bytes:
     fd = os.open(path, os.O_RDWR)
+    copier = Copier()
     try:
-        for _, task in reversed(list(write_tasks(fd, tensors))):
+        for _, task in reversed(list(copier.tasks(fd, tensors))):
             task()
     finally:
         os.close(fd)
+    wanted = {t.number: xxhash.xxh3_64_intdigest(t.source.array().tobytes()) for t in tensors if is_summed}
+    assert copier.sums == wanted
     return path.read_bytes()
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_any_view_is_written_in_row_major_order(tmp_path, name):
+def test_any_view_is_written_in_row_major_order(tmp_path, name, is_summed):
     view = np.asarray(VIEWS[name])
     file = tmp_path / "file"
     file.write_bytes(b"\xaa" * (192 + view.nbytes))
-    found = written(file, [Placed(64, b"h" * 128, Source(view.shape, view.dtype.name, view))])
+    placed = Placed(64, b"h" * 128, Source(view.shape, view.dtype.name, view), 5)
+    found = written(file, [placed], is_summed=is_summed)
     assert found[: 192 + view.nbytes] == b"\xaa" * 64 + b"h" * 128 + view.tobytes()
     assert not any(found[192 + view.nbytes :]) and len(found) < 192 + view.nbytes + 64
 
 
-def test_many_small_tensors_go_where_they_belong(tmp_path):
+def test_many_small_tensors_go_where_they_belong(tmp_path, is_summed):
     views = [np.asarray(view) for view in VIEWS.values() if view.nbytes < 1 << 20]
     arrays = [np.full(n % 97, n, np.uint16) for n in range(3000)] + views
     tensors, wanted, offset = [], bytearray(), 0
@@ -132,13 +145,59 @@ def test_many_small_tensors_go_where_they_belong(tmp_path):
         if n == 1500:  # a hole that is somebody else's
             wanted += b"\xaa" * 640
             offset += 640
-        tensors.append(Placed(offset, b"h" * 64, Source(array.shape, array.dtype.name, array)))
+        tensors.append(Placed(offset, b"h" * 64, Source(array.shape, array.dtype.name, array), n))
         own = b"h" * 64 + array.tobytes()
         wanted += own + bytes(-len(own) % 64)
         offset = len(wanted)
     file = tmp_path / "file"
     file.write_bytes(b"\xaa" * offset)
-    assert written(file, tensors) == bytes(wanted)
+    assert written(file, tensors, is_summed=is_summed) == bytes(wanted)
+
+
+@pytest.mark.parametrize("name", ["whole", "transposed", "parts"])
+def test_the_header_comes_last_and_says_that_all_is_written(tmp_path, monkeypatch, name):
+    if name == "parts":
+        monkeypatch.setattr(copying, "_PART_BYTES", 5 << 20)
+    array = VIEWS.get(name, BASE)
+    file = tmp_path / "file"
+    file.touch()
+    calls = []
+
+    def pwritev(fd, buffers, offset):
+        calls.append((offset, sum(map(len, buffers))))
+        return os.writev(fd, buffers)
+
+    monkeypatch.setattr(copying.os, "pwritev", pwritev)
+    fd = os.open(file, os.O_RDWR)
+    copier = Copier()
+    tasks = list(copier.tasks(fd, [Placed(0, b"h" * 128, Source(array.shape, array.dtype.name, array), 0)]))
+    for _, task in tasks[1:] + tasks[:1]:
+        assert (0, 128) not in calls
+        task()
+    os.close(fd)
+    assert calls[-1] == (0, 128) and len(tasks) == (5 if name == "parts" else 1)
+    assert sum(size for _, size in calls) == 128 + array.nbytes
+    assert len(copier.sums) == (name != "parts")
+
+
+def test_a_sum_is_that_of_what_was_written_though_the_tensor_changes_meanwhile(tmp_path, monkeypatch):
+    array = np.zeros(3 << 20, np.uint8)
+    file = tmp_path / "file"
+    file.touch()
+    pwritev = os.pwritev
+
+    def change(fd, buffers, offset):
+        array[:] += 1
+        return pwritev(fd, buffers, offset)
+
+    monkeypatch.setattr(copying.os, "pwritev", change)
+    fd = os.open(file, os.O_RDWR)
+    copier = Copier()
+    ((_, task),) = copier.tasks(fd, [Placed(0, b"h" * 128, Source(array.shape, "uint8", array), 0)])
+    task()
+    os.close(fd)
+    data = file.read_bytes()[128:]
+    assert len(set(data)) == 6 and copier.sums == {0: xxhash.xxh3_64_intdigest(data)}
 
 
 def fds_count() -> int:

@@ -7,9 +7,10 @@ import os
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 from tenplexfs.client.arrays import Source
-from tenplexfs.client.copying import Placed, write_tasks
+from tenplexfs.client.copying import Copier, Placed
 from tenplexfs.client.staging import lanes_of, pieces
 
 MIB = 1 << 20
@@ -72,13 +73,15 @@ def test_a_tensor_with_a_lane_is_written_through_it(tmp_path, dtype):
     file = tmp_path / "file"
     file.write_bytes(b"\xaa" * 64)
     fd = os.open(file, os.O_RDWR)
-    tasks = list(write_tasks(fd, [Placed(64, b"h" * 128, source)], lambda _: LateLane()))
+    copier = Copier(lambda _: LateLane())
+    tasks = list(copier.tasks(fd, [Placed(64, b"h" * 128, source, 3)]))
     for _, task in tasks:
         task()
     os.close(fd)
     wanted = tensor.view(-1).view(torch.uint8).numpy().tobytes()
     assert len(tasks) == 1 and len(wanted) >= MIB
     assert file.read_bytes() == b"\xaa" * 64 + b"h" * 128 + wanted
+    assert copier.sums == {3: xxhash.xxh3_64_intdigest(wanted)}
 
 
 def test_what_is_in_host_memory_needs_no_lane():

@@ -176,6 +176,20 @@ def test_of_many_in_one_file_each_must_be_written_again(store):
         ingest.drop()
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_the_clients_sums_are_taken_for_what_only_it_could_write(store, copied):
+    ingest = store.save_ingest("j", SnapshotId(1, 1, "f" * 16), LAYOUT, 1, settings_json=b"")
+    part = ingest.reserve(arrangement_of(0))
+    fill_files(ingest, part, 5)
+    true = dict(part.sums)
+    part.given = {0: 1, 1: 2, 2: 3}
+    if copied:
+        for number in range(len(part.names)):
+            ingest.copy_out(part, number)
+    assert ingest.settle(part, range(len(part.names))) == []
+    assert part.sums == (true if copied else {0: (1,), 1: (2,), 2: (3,)})
+
+
 def test_what_somebody_can_still_write_is_copied_away(store):
     ingest = store.save_ingest("j", SnapshotId(1, 1, "f" * 16), LAYOUT, 1, settings_json=b"")
     part = ingest.reserve(arrangement_of(0))

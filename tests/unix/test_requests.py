@@ -2,7 +2,7 @@ import pytest
 
 from tenplexfs.errors import InvalidError
 from tenplexfs.runtime.save_parts import Tensors
-from tenplexfs.unix.requests import save_request
+from tenplexfs.unix.requests import save_request, sums_of
 
 GOOD = {
     "op": "save.begin",
@@ -55,3 +55,15 @@ def test_a_good_one():
 def test_each_field_is_checked(name, value, why):
     with pytest.raises(InvalidError, match=why):
         save_request({**GOOD, name: value})
+
+
+def test_sums_that_a_client_has_made():
+    message = {"op": "save.seal", "sums": bytes(8) + b"\7" + bytes(7), "summed": b"\0\1"}
+    assert sums_of(message, 2) == {1: 7}
+    assert sums_of({"op": "save.seal"}, 2) == {}  # of a client without the library
+    for wrong in ({"sums": b"\0" * 15}, {"summed": b"\1"}, {"sums": b""}):
+        with pytest.raises(InvalidError, match="for 2 tensors"):
+            sums_of({**message, **wrong}, 2)
+    with pytest.raises(InvalidError, match="need bytes"):
+        sums_of({**message, "summed": [1, 1]}, 2)
+    assert sums_of({**message, "sums": None}, 2) == {}
