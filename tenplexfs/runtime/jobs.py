@@ -14,7 +14,7 @@ import trio
 from tenplexfs.core.membership import Mandate
 from tenplexfs.core.snapshot import COPIES, Head, JobName
 from tenplexfs.core.transaction import is_older
-from tenplexfs.errors import ConflictError, TenplexError, UnavailableError
+from tenplexfs.errors import ConflictError, TenplexError, UnavailableError, internal
 from tenplexfs.runtime.heads import HeadMover
 from tenplexfs.runtime.member import Member
 from tenplexfs.runtime.orders import Description
@@ -222,7 +222,8 @@ class JobTable:
             step = partial(self._forget, job) if wanted is None else partial(self._adopt, job, wanted)
             try:
                 await step()
-            except TenplexError as error:
+            except (TenplexError, OSError) as raised:
+                error = internal(raised)
                 if self._failures.get(job) != error.message:
                     log.warning("job %s: cannot show %s: %s", job, wanted and wanted.snapshot, error)
                 self._failures[job] = error.message

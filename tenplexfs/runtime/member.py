@@ -417,7 +417,7 @@ class Member:
             await trio.sleep(_SWEEP_S)
             try:
                 await self.sweep()
-            except TenplexError as error:
+            except (TenplexError, OSError) as error:  # the next sweep comes to what is left
                 log.warning("freeing what is past: %s", error)
 
     def _lock(self, job: JobName) -> trio.Lock:

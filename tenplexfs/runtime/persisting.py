@@ -23,7 +23,7 @@ import xxhash
 
 from tenplexfs.core.datasets import DatasetState
 from tenplexfs.core.snapshot import JobName, NodeName, SnapshotId, TxId
-from tenplexfs.errors import CorruptError, NotFoundError, TenplexError, UnavailableError
+from tenplexfs.errors import CorruptError, NotFoundError, TenplexError, UnavailableError, internal
 from tenplexfs.formats.checkpoint import (
     INDEXES,
     LAYOUT,
@@ -229,7 +229,8 @@ class Persister:
         try:
             await self._persist(job, shown, state)
             state.failure, state.wait_s = None, 0.0
-        except TenplexError as error:
+        except (TenplexError, OSError) as raised:
+            error = internal(raised)
             if state.failure != error.message:
                 log.warning("job %s: %s is not persisted: %s", job, shown.head.snapshot, error)
             state.failure = error.message

@@ -20,7 +20,7 @@ from typing import Protocol
 import trio
 
 from tenplexfs.core.snapshot import COPIES, JobName, NodeName, SnapshotId, TxId, copies_of
-from tenplexfs.errors import NoRoomError, NotFoundError, TenplexError
+from tenplexfs.errors import NoRoomError, NotFoundError, TenplexError, internal
 from tenplexfs.formats import npy
 from tenplexfs.formats.keep_settings import replicas_of
 from tenplexfs.runtime.array_sums import decode_array_sums, owners_in
@@ -157,7 +157,8 @@ class Replicas:
             with state.running:
                 state.is_settled = await self._settle(job, shown, state)
                 state.failure = None
-        except TenplexError as error:
+        except (TenplexError, OSError) as raised:
+            error = internal(raised)
             if state.failure != error.message:
                 log.warning("job %s: copies of %s: %s", job, shown.head.snapshot, error)
             state.failure, state.is_settled = error.message, False

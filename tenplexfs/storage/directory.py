@@ -8,7 +8,14 @@ import os
 import stat
 from pathlib import Path
 
-from tenplexfs.errors import CorruptError, ExistsError, InvalidError, NoRoomError, PreconditionError
+from tenplexfs.errors import (
+    CorruptError,
+    ExistsError,
+    InvalidError,
+    NoRoomError,
+    PreconditionError,
+    UnavailableError,
+)
 
 __all__ = ["INDEXES", "OBJECTS", "REGISTRY", "SEGMENTS", "Directory"]
 
@@ -59,18 +66,20 @@ class Directory:
 
         Raises:
             NoRoomError: There is no room for it; nothing changed.
+            UnavailableError: It cannot be written now, as without a free descriptor; nothing changed.
             PreconditionError: The directory was closed.
         """
         self.check_open()
         aside = self.path / _ASIDE
         try:
             _fill(aside, data, sync=not self.in_memory)
+            aside.replace(self.path / _MANIFEST)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            message = f"store {self.path}: no room for a manifest of {len(data)} bytes"
-            raise NoRoomError(message, needed_bytes=len(data)) from error
-        aside.replace(self.path / _MANIFEST)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                message = f"store {self.path}: no room for a manifest of {len(data)} bytes"
+                raise NoRoomError(message, needed_bytes=len(data)) from error
+            message = f"store {self.path}: the manifest cannot be written: {error.strerror}"
+            raise UnavailableError(message) from error
         if not self.in_memory:
             self.sync(".")
         try:

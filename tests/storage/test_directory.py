@@ -1,10 +1,18 @@
 import os
+import resource
 import subprocess
 import sys
 
 import pytest
 
-from tenplexfs.errors import CorruptError, ExistsError, InvalidError, NoRoomError, PreconditionError
+from tenplexfs.errors import (
+    CorruptError,
+    ExistsError,
+    InvalidError,
+    NoRoomError,
+    PreconditionError,
+    UnavailableError,
+)
 from tenplexfs.storage.directory import Directory
 
 
@@ -89,4 +97,20 @@ def test_full_file_system(small_tmpfs):
     for _ in range(3):
         directory.write_manifest(b"3" * 39_000)
     assert directory.read_manifest() == b"3" * 39_000
+    directory.close()
+
+
+def test_without_a_free_descriptor_the_manifest_is_the_old_one(tmp_path):
+    directory = Directory(tmp_path)
+    directory.write_manifest(b"one")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(UnavailableError, match="the manifest cannot be written: Too many open files"):
+            directory.write_manifest(b"two")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert directory.read_manifest() == b"one"
+    directory.write_manifest(b"two")
+    assert directory.read_manifest() == b"two"
     directory.close()
