@@ -89,11 +89,16 @@ REPLICAS = tuple(Case(f"dp 1 to {n}", ([0], {}), (list(range(n)), {"dp": n})) fo
 
 
 class Cluster:
-    """A daemon on each host, asked through node0's socket, with one job."""
+    """A daemon on each host, asked through node0's socket, with one job.
 
-    def __init__(self, net: Network, base: Path, rows: int, mbit_per_s: int) -> None:
+    Attributes:
+        mounts: Of each host, as they are seen from here: the hosts' own file systems are theirs.
+    """
+
+    def __init__(self, net: Network, base: Path, mounts: Sequence[Path], rows: int, mbit_per_s: int) -> None:
         self.net = net
         self.base = base
+        self.mounts = mounts
         self.mbit_per_s = mbit_per_s
         self._rows = rows
         self._daemon = Daemon(str(base / "node0.sock"))
@@ -191,14 +196,21 @@ def measure(cluster: Cluster, case: Case, rounds: int, *, central: bool) -> dict
 
 
 @contextmanager
-def daemons(count: int, mbit_per_s: int, nbytes: int, delay_ms: float = 0.0) -> Iterator[Cluster]:
+def daemons(
+    count: int, mbit_per_s: int, nbytes: int, delay_ms: float = 0.0, *, mount: bool = False
+) -> Iterator[Cluster]:
     """Gives a cluster with state of about ``nbytes``; all of it is gone afterwards."""
     names = [f"node{n}" for n in range(count)]
     with ExitStack() as stack:
         base = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tenplexfs-", dir="/dev/shm")))
-        net = stack.enter_context(network(names, delay_ms))
+        # As the daemon does for its default store.
+        huge = ("mount", "-t", "tmpfs", "-o", "size=100%,huge=within_size", "tenplexfs-store", base)
+        if not subprocess.run(huge, capture_output=True, check=False).returncode:
+            stack.callback(subprocess.run, ["umount", "-l", base], check=False)
+        net, mounts = stack.enter_context(network(names, delay_ms)), []
         for number, name in enumerate(names):
-            command = [*net.inside(number), sys.executable, "-m", "tenplexfs", "serve", "--no-mount"]
+            command = [*net.inside(number), sys.executable, "-m", "tenplexfs", "serve"]
+            command += ["--mount", str(base / f"{name}.mnt")] if mount else ["--no-mount"]
             command += ["--node", name, "--listen", f"{net.address(number)}:7070", "--insecure"]
             command += ["--registry", "node0", "--memory", "50%"]
             command += ["--store", str(base / f"{name}.store"), "--socket", str(base / f"{name}.sock")]
@@ -207,9 +219,10 @@ def daemons(count: int, mbit_per_s: int, nbytes: int, delay_ms: float = 0.0) -> 
             with (base / f"{name}.log").open("wb") as log:
                 process = subprocess.Popen(command, stdout=log, stderr=log)
             stack.callback(_stop, process)
+            mounts.append(Path(f"/proc/{process.pid}/root{base}/{name}.mnt"))
         for name in names:
             _await(base, name)
-        yield Cluster(net, base, nbytes // (LAYERS * COLUMNS * 4) // 8 * 8, mbit_per_s)
+        yield Cluster(net, base, mounts, nbytes // (LAYERS * COLUMNS * 4) // 8 * 8, mbit_per_s)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
