@@ -56,6 +56,11 @@ class _Wanted:
     epoch: int
     consumed: int
 
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether the order is a permutation."""
+        return not self.unsplit if self.shuffle is None else self.shuffle
+
 
 class DatasetService:
     """Implements `rpc.handlers.DatasetsHandler`.
@@ -83,7 +88,7 @@ class DatasetService:
         self._running: dict[tuple[JobName, str], Transaction] = {}
 
     async def add(self, request: dataset_pb2.AddDatasetRequest) -> AsyncIterator[control_pb2.Progress]:
-        """Builds the index, then switches the job to a snapshot that has the dataset."""
+        """Builds the index, then switches the job to a snapshot that has the dataset, unless it has."""
         wanted = _wanted(request)
         self._view.job(wanted.job)
         key = (wanted.job, wanted.name)
@@ -131,7 +136,7 @@ class DatasetService:
             with running.scope, self._datasets.building():
                 settings = self._view.settings(wanted.job)
                 if not has_request(settings, Request(wanted.job, running.request_id, running.arguments)):
-                    _check_new(wanted, datasets_of(settings))
+                    _check_not_another(wanted, datasets_of(settings))
                 built = await self._build(running, wanted)
                 running.head = await self._switch(running, wanted, built)
                 running.report(Progress("done", _summary(built), running.progress.nodes))
@@ -180,7 +185,10 @@ class DatasetService:
         async def change(known: Description, head: Head) -> bytes:
             await trio.lowlevel.checkpoint()
             states = datasets_of(known.settings_json)
-            _check_new(wanted, states)
+            _check_not_another(wanted, states)
+            if (there := states.get(wanted.name)) is not None:
+                _check_same(wanted, there, built.digest, head.snapshot.step)
+                return known.settings_json
             spread = _spread(known)
             batch = wanted.batch or spread.global_batch or 1
             state = DatasetState(
@@ -192,7 +200,7 @@ class DatasetService:
                 added_by=self._node,
                 count=built.count,
                 unsplit=wanted.unsplit,
-                shuffle=not wanted.unsplit if wanted.shuffle is None else wanted.shuffle,
+                shuffle=wanted.is_shuffled,
                 own_batch=wanted.batch,
                 own_tail=wanted.tail,
                 tail=wanted.tail or Tail.KEEP,
@@ -225,13 +233,31 @@ def _begun(states: Mapping[str, DatasetState], head: Head, spread: Spread) -> li
     return [state.begun(state.cursor_at(step), step, spread) for state in states.values()]
 
 
-def _check_new(wanted: _Wanted, states: Mapping[str, DatasetState]) -> None:
-    if wanted.name in states:
-        sources = ", ".join(states[wanted.name].sources)
-        raise ExistsError(
-            f"job {wanted.job}: has a dataset {wanted.name} already, of {sources}; to replace it, first "
-            f"`tenplexfs dataset remove {wanted.job} {wanted.name}`"
-        )
+def _check_not_another(wanted: _Wanted, states: Mapping[str, DatasetState]) -> None:
+    """Refuses a dataset whose name another one has, as far as that can be told without an index."""
+    there = states.get(wanted.name)
+    if there is None:
+        return
+    if there.sources != wanted.recipe.sources:
+        raise _another(wanted, f"of {', '.join(there.sources)}")
+    was = (there.own_batch, there.own_tail, there.unsplit, there.shuffle, there.start.seed)
+    if was != (wanted.batch, wanted.tail, wanted.unsplit, wanted.is_shuffled, wanted.seed):
+        raise _another(wanted, "with another batch, tail, seed or order")
+
+
+def _check_same(wanted: _Wanted, there: DatasetState, digest: str, step: int | None) -> None:
+    if there.digest != digest:
+        raise _another(wanted, "of other samples: another kind, or files that have changed")
+    now = there.cursor_at(step)
+    if (wanted.epoch or wanted.consumed) and (wanted.epoch, wanted.consumed) != (now.epoch, now.consumed):
+        raise _another(wanted, f"at epoch {now.epoch}, {now.consumed} consumed")
+
+
+def _another(wanted: _Wanted, how: str) -> ExistsError:
+    return ExistsError(
+        f"job {wanted.job}: has a dataset {wanted.name} already, {how}; to replace it, first "
+        f"`tenplexfs dataset remove {wanted.job} {wanted.name}`"
+    )
 
 
 def _wanted(request: dataset_pb2.AddDatasetRequest) -> _Wanted:

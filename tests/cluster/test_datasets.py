@@ -237,6 +237,18 @@ def test_a_dataset_that_is_removed_frees_its_name_and_then_its_index(two):
     status, said, _ = second.run("dataset", "add", "removed", "train", "--source", str(other))
     assert (status, said["error"]["code"]) == (1, "ALREADY_EXISTS")
     assert "first `tenplexfs dataset remove removed train`" in said["error"]["message"]
+    generation = first.job("removed")["generation"]
+    again = job.add("train", two.base / "gone.npy", options=["--seed", "5"])  # as it is, though it went on
+    assert (again, first.job("removed")["generation"]) == ("48 samples of 1 files (npy)", generation)
+    job.add("train", two.base / "gone.npy", options=["--seed", "5", "--consumed", "8"])
+    for options, how in [
+        (["--seed", "6"], "another batch, tail, seed or order"),
+        (["--seed", "5", "--consumed", "4"], "at epoch 0, 8 consumed"),
+        (["--seed", "5", "--kind", "records", "--record-bytes", "8"], "of other samples"),
+    ]:
+        given = ["dataset", "add", "removed", "train", "--source", str(two.base / "gone.npy"), *options]
+        status, said, _ = second.run(*given)
+        assert (status, how in said["error"]["message"]) == (1, True), said
     status, said, _ = second.run("dataset", "remove", "removed", "test")
     assert (status, said["error"]["code"]) == (1, "NOT_FOUND")
     assert said["error"]["message"] == "job removed: no dataset test; there are: train, valid"
