@@ -229,7 +229,7 @@ def unflatten(document: bytes, tensor: Callable[[str], object], *, allow_pickle:
 
     try:
         return build(read_document(document))
-    except (LookupError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CorruptError(f"state: no such structure: {error!r}") from error
 
 
@@ -273,7 +273,7 @@ def read_document(document: bytes) -> Node:
     try:
         content = json.loads(document)
         version, root = content["version"], content["root"]
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise CorruptError(f"state: no document: {error}") from error
     if version != _VERSION or not isinstance(root, list):
         raise CorruptError(f"state: document of version {version}, this program reads {_VERSION}")

@@ -172,7 +172,17 @@ def test_a_state_within_itself_is_refused():
         flatten(state, source_of)
 
 
-@pytest.mark.parametrize("bad", [b"", b"[]", b'{"version": 2, "root": []}', b'{"version":1,"root":["x"]}'])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"",
+        b"[]",
+        b'{"version": 2, "root": []}',
+        b'{"version":1,"root":["x"]}',
+        b'{"version":1,"root":["d;","dict",[["a",[",l","a"],[]]]]}',
+        b'{"version":1,"root":' + b"[" * 100_000,
+    ],
+)
 def test_a_broken_document_is_an_error(bad):
     with pytest.raises(CorruptError):
         unflatten(bad, lambda path: None)

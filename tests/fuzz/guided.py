@@ -24,15 +24,40 @@ def targets() -> dict[str, Target]:
 
     from tenplexfs.core.build import build_ptc
     from tenplexfs.core.hostlist import expand_hostlist
+    from tenplexfs.core.snapshot import Head, NodeInfo, SnapshotId
     from tenplexfs.daemon.job_settings import check_settings
-    from tenplexfs.formats import frames, manifest, safetensors
+    from tenplexfs.formats import checkpoint, frames, manifest, safetensors, sample_index, structure
+    from tenplexfs.formats.head_json import head_of_text, text_of_head
     from tenplexfs.formats.layout_json import parse_layout
+    from tenplexfs.formats.megatron import parse_idx
+    from tenplexfs.formats.node_json import node_of_text, text_of_node
     from tenplexfs.formats.npy_header import parse_npy
     from tenplexfs.formats.parallelizer_json import parse_answer
+    from tenplexfs.formats.tenplex_index import parse_tenplex_index
     from tenplexfs.formats.values import Values, pack, unpack
     from tenplexfs.rpc.wire import FetchRequest
+    from tenplexfs.runtime.array_sums import decode_array_sums
     from tenplexfs.runtime.protocols import Ranges
+    from tenplexfs.runtime.save_parts import decode_sums
+    from tests.formats.test_megatron import idx
+    from tests.formats.test_sample_index import TABLE, files_of, make
+    from tests.fuzz import connections, registry
     from tests.fuzz.test_layouts import EXPLICIT, MESHED
+
+    local = (checkpoint.Local(0, "w", "float32", (2, 3), 0),)
+    files = (checkpoint.CheckpointFile("model/0", 24, local, (7,)),)
+    made = checkpoint.Checkpoint("gpt", SnapshotId(1, 5, "0" * 16), 7, b"{}", 1, 2, files)
+    answers, said = connections.answerer()
+    call, calls = registry.caller()
+
+    def summed(data: bytes) -> None:
+        """Reads a manifest whose sum is right."""
+        try:
+            body = json.loads(data)
+        except (ValueError, RecursionError):
+            return
+        content = {"format": "tenplexfs-checkpoint", "version": 1, "xxh3_64": checkpoint._sum(body)}
+        checkpoint.Checkpoint.decode(json.dumps({**content, "checkpoint": body}).encode())
 
     array = io.BytesIO()
     np.save(array, np.zeros((2, 3), np.float32))
@@ -55,6 +80,22 @@ def targets() -> dict[str, Target]:
             [json.dumps(settings).encode()],
         ),
         "answer": (parse_answer, [b'{"mesh": {"tp": 2}, "keep_together": ["tp"]}', b'{"pause": "why"}']),
+        "checkpoint": (summed, [json.dumps(json.loads(made.encode())["checkpoint"]).encode()]),
+        "files": (checkpoint.decode_files, [checkpoint.encode_files(files)]),
+        "index": (sample_index.parse_index, [files_of(make(TABLE))]),
+        "tenplex": (parse_tenplex_index, [b"1\n/data/a 2\n0 5\n5 9\n"]),
+        "idx": (parse_idx, [idx([3, 2, 0, 5], [0, 2, 2, 4], code=8, itemsize=2)]),
+        "head": (head_of_text, [text_of_head(Head(SnapshotId(1, 5, "0" * 16), "ab", ("node0",))).encode()]),
+        "node": (node_of_text, [text_of_node(NodeInfo("node0", "127.0.0.1:1", "ab", "1")).encode()]),
+        "state": (
+            lambda data: structure.unflatten(data, str),
+            [structure.flatten({"a": [1, 2.5, None], "b": {1: "x"}}, lambda _: None).document],
+        ),
+        "sums": (decode_sums, [b"\x91\x94\xa1w\xc4\x01x\x00\x91\x07"]),
+        "arrays": (decode_array_sums, [b"\x91\x93\x00\xa1w\x91\x07"]),
+        "answers": (connections.read_answers, [connections.good_answers()]),
+        "callers": (answers, [said]),
+        "registry": (call, calls),
         "hosts": (lambda data: expand_hostlist(data.decode(errors="replace")), [b"n[01-03,07],gpu5"]),
     }
 
