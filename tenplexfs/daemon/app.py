@@ -171,6 +171,8 @@ async def _start(
     )
     me = NodeInfo(config.node, config.advertise, store.incarnation, VERSION)
     living = Living(registry, me)
+    if own_registry is None:  # else whoever has this name is in another cluster
+        await living.claim()
     coordinator = Coordinator(
         node=config.node,
         registry=registry,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import trio
 
 from tenplexfs.core.snapshot import NodeInfo, NodeName
-from tenplexfs.errors import TenplexError
+from tenplexfs.errors import ExistsError, TenplexError
 from tenplexfs.runtime.protocols import NodeRegistry
 
 __all__ = ["Living"]
@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 _TTL_S = 10.0
 _RETRY_S = 1.0
 _WITHDRAW_S = 1.0
+_ASK_S = 2.0
+_LOOK_S = 0.5
 
 
 class Living:
@@ -42,6 +44,36 @@ class Living:
     def nodes(self) -> Mapping[NodeName, NodeInfo]:
         """Returns them by name, as last heard of; while the registry is away that may be long ago."""
         return self._nodes
+
+    async def claim(self) -> None:
+        """Returns once no other daemon has this node's name, or the registry does not say.
+
+        One that was here is this one's past; one elsewhere may be, until its time is over.
+
+        Raises:
+            ExistsError: It lives on.
+        """
+        end_s = trio.current_time() + 1.5 * self._ttl_s
+        is_told = False
+        while (other := await self._elsewhere()) is not None:
+            if trio.current_time() > end_s:
+                raise ExistsError(
+                    f"node {self._me.node}: a daemon of this name lives at {other.endpoint}, and this is "
+                    f"{self._me.endpoint}: stop that one, or give this one another --node"
+                )
+            if not is_told:
+                is_told = True
+                log.warning("node %s: waits for the one at %s to be gone", self._me.node, other.endpoint)
+            await trio.sleep(_LOOK_S)
+
+    async def _elsewhere(self) -> NodeInfo | None:
+        try:
+            with trio.move_on_after(_ASK_S):
+                other = (await self._registry.nodes()).get(self._me.node)
+                return None if other is None or other.endpoint == self._me.endpoint else other
+        except TenplexError as error:
+            log.info("node %s: whether its name is free: %s", self._me.node, error)
+        return None
 
     async def run(self) -> None:
         """Announces this node and listens, until cancelled or withdrawn."""

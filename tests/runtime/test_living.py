@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import trio
 import trio.testing
 
 from tenplexfs.core.snapshot import NodeInfo, NodeName
-from tenplexfs.errors import UnavailableError
+from tenplexfs.errors import ExistsError, UnavailableError
 from tenplexfs.runtime.living import Living
 
 
@@ -87,5 +88,35 @@ def test_a_node_that_ends_says_so_and_does_not_wait_for_a_registry_that_is_away(
             before = trio.current_time()
             await living.withdraw()
             assert trio.current_time() - before <= 1
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_a_name_is_taken_as_long_as_another_daemon_lives_elsewhere():
+    mine, elsewhere = info("n0"), NodeInfo(NodeName("n0"), "other:1", "b", "0.1")
+
+    async def main():
+        registry = Registry()
+        claimed = Living(registry, mine, ttl_s=10)
+        await registry.announce(NodeInfo(NodeName("n0"), "host:1", "b", "0.1"), ttl_s=100)
+        await claimed.claim()  # it was here
+        await registry.withdraw(NodeInfo(NodeName("n0"), "host:1", "b", "0.1"))
+        await registry.announce(elsewhere, ttl_s=8)
+        begin = trio.current_time()
+        await claimed.claim()
+        assert 7 < trio.current_time() - begin < 10
+        await registry.announce(elsewhere, ttl_s=100)
+        with pytest.raises(ExistsError, match="of this name lives at other:1, and this is host:1"):
+            await claimed.claim()
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_a_registry_that_says_nothing_holds_nobody_up():
+    async def main():
+        registry = Registry()
+        registry.nodes = trio.sleep_forever
+        with trio.fail_after(3):
+            await Living(registry, info("n0"), ttl_s=10).claim()
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
