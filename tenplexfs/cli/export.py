@@ -128,10 +128,7 @@ def _target(text: str) -> tuple[Target, str | None]:
 
 
 def _shard_bytes(text: str | None) -> int:
-    try:
-        return parse_size("5GB" if text is None else text, of_bytes=0)
-    except UsageError as error:
-        raise UsageError(f"--shard-size {text!r}: need a size as 5GB or 500MiB") from error
+    return parse_size("5GB" if text is None else text, of_bytes=0, what="--shard-size")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tenplexfs.core.hostlist import expand_hostlist
 from tenplexfs.core.snapshot import NodeName, check_node_name
-from tenplexfs.daemon.settings import Settings, parse_size, settings_of
+from tenplexfs.daemon.settings import Settings, settings_of
 from tenplexfs.errors import TenplexError, UsageError
 
 __all__ = [
@@ -131,7 +131,11 @@ def load_config(
         UsageError: A setting is unknown or wrong; names it and where it came from.
     """
     environ = os.environ if environ is None else environ
-    return _complete(settings_of(flags, environ, system_file), environ)
+    settings = settings_of(flags, environ, system_file)
+    try:
+        return _complete(settings, environ)
+    except UsageError as error:
+        raise UsageError(settings.named_in(error.message)) from error
 
 
 def _complete(settings: Settings, environ: Mapping[str, str]) -> Config:
@@ -181,14 +185,14 @@ def _complete(settings: Settings, environ: Mapping[str, str]) -> Config:
         registry=registry or (node if join is None else ""),
         store=Path(settings.text("store") or store),
         socket=Path(settings.text("socket") or runtime / f"{node}.sock"),
-        memory_bytes=parse_size(settings.text("memory") or "25%", of_bytes=_memory_bytes()),
+        memory_bytes=settings.size("memory", "25%", of_bytes=_memory_bytes()),
         remote_reads=settings.switch("remote_reads", default=True),
         read_timeout_s=settings.seconds("read_timeout", 60.0),
         retain_s=settings.seconds("retain", 600.0),
         spill=None if spill is None else Path(spill),
-        transfer_bytes=parse_size(settings.text("transfer_memory") or "256MiB", of_bytes=_memory_bytes()),
+        transfer_bytes=settings.size("transfer_memory", "256MiB", of_bytes=_memory_bytes()),
         data_port=_data_port(settings, listen),
-        window_bytes=parse_size(settings.text("window") or "1GiB", of_bytes=_memory_bytes()),
+        window_bytes=settings.size("window", "1GiB", of_bytes=_memory_bytes()),
         restore_from=_place(settings.text("restore_from")),
         allow_other=settings.switch("allow_other", default=False),
         tls=None if tls is None else Path(tls),

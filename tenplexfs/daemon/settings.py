@@ -93,22 +93,22 @@ class Settings:
         """Returns one value, or None where it is not set."""
         if name not in self._found:
             return None
-        where, value = self._found[name]
+        value = self._found[name][1]
         if isinstance(value, bool):
             return "on" if value else "off"
         if not isinstance(value, str | int | float):
-            raise UsageError(f"{where}: {name}: need one value, got {value!r}")
+            raise UsageError(f"{name}: need one value, got {value!r}")
         return str(value)
 
     def texts(self, name: str) -> list[str]:
         """Returns several values, separated by commas or blanks where they are one text."""
         if name not in self._found:
             return []
-        where, value = self._found[name]
+        value = self._found[name][1]
         if isinstance(value, str):
             return [part for part in re.split(r"[,\s]+", value) if part]
         if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
-            raise UsageError(f"{where}: {name}: need a list of texts, got {value!r}")
+            raise UsageError(f"{name}: need a list of texts, got {value!r}")
         return list(value)
 
     def switch(self, name: str, *, default: bool) -> bool:
@@ -120,7 +120,7 @@ class Settings:
             return True
         if text.lower() in ("off", "false", "no", "0"):
             return False
-        raise UsageError(f"{self._where(name)}: {name}: need on or off, got {text!r}")
+        raise UsageError(f"{name}: need on or off, got {text!r}")
 
     def seconds(self, name: str, default: float) -> float:
         """Returns seconds, more than none."""
@@ -130,7 +130,7 @@ class Settings:
         except ValueError:
             value = -1.0
         if not 0 < value < 1e9:
-            raise UsageError(f"{self._where(name)}: {name}: need seconds > 0, got {text!r}")
+            raise UsageError(f"{name}: need seconds > 0, got {text!r}")
         return value
 
     def port(self, name: str, *, default: int) -> int:
@@ -139,14 +139,28 @@ class Settings:
         if text is None:
             return default
         if not (text.isdecimal() and int(text) < 1 << 16):
-            raise UsageError(f"{self._where(name)}: {name}: need a port, got {text!r}")
+            raise UsageError(f"{name}: need a port, got {text!r}")
         return int(text)
 
-    def _where(self, name: str) -> str:
-        return self._found[name][0]
+    def size(self, name: str, default: str, *, of_bytes: int) -> int:
+        """Returns bytes; a share is of ``of_bytes``."""
+        return parse_size(self.text(name) or default, of_bytes=of_bytes, what=name)
+
+    def named_in(self, message: str) -> str:
+        """Returns a message that begins with a setting, with what somebody wrote it as in its place.
+
+        >>> Settings([("flag", {"read_timeout": "x"})]).named_in("read_timeout: need seconds")
+        '--read-timeout: need seconds'
+        """
+        name = re.match(r"\w*", message)[0]  # type: ignore[index]
+        if name not in self._found:
+            return message
+        where, rest = self._found[name][0], message.removeprefix(name)
+        flag, variable = f"--{name.replace('_', '-')}", f"TENPLEXFS_{name.upper()}"
+        return {"flag": flag, "environment": variable}.get(where, f"{where}: {name}") + rest
 
 
-def parse_size(text: str, *, of_bytes: int) -> int:
+def parse_size(text: str, *, of_bytes: int, what: str = "memory") -> int:
     """Returns bytes: ``8GiB`` and ``8Gi`` are binary, ``8GB`` and ``8G`` decimal, ``50%`` is of ``of_bytes``.
 
     >>> parse_size("8GiB", of_bytes=0), parse_size("8Gi", of_bytes=0), parse_size("50%", of_bytes=10)
@@ -164,7 +178,7 @@ def parse_size(text: str, *, of_bytes: int) -> int:
         power = " KMGT".index((match[2] or " ").upper()) if match else 0
         size = int(float(match[1]) * (1024 if match[3] else 1000) ** power) if match else 0
     if size <= 0:
-        raise UsageError(f"memory {text!r}: need a size as 8GiB, 8Gi, 500MB or 50%")
+        raise UsageError(f"{what} {text!r}: need a size as 8GiB, 8Gi, 500MB or 50%")
     return size
 
 

@@ -146,7 +146,7 @@ def empty(two: Daemons) -> Daemon:
         (["gpt", "x", "--rank", "4"], 1, "no rank 4: the job has ranks 0 to 3"),
         (["gpt", "x", "--rank", "0", "--full"], 2, "give --full or --rank, not both"),
         (["gpt", "x", "--below", "emb"], 1, "no tensor is to be exported: --below emb"),
-        (["gpt", "x", "--shard-size", "5XB"], 2, "--shard-size '5XB': need a size as 5GB"),
+        (["gpt", "x", "--shard-size", "5XB"], 2, "--shard-size '5XB': need a size as"),
         (["gpt", "x.safetensors", "--shard-size", "5GB"], 2, "this names one file"),
         (["gpt", "x", "--format", "zip"], 2, "'zip'"),
         (["gpt", "/dev/null"], 2, "/dev/null: is a file"),

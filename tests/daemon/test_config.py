@@ -75,7 +75,7 @@ def test_a_registry_in_etcd_and_an_address_with_tls():
         ({"listen": "2130706433:7070"}, "not loopback"),
         ({"listen": "localhost.example.org:7070"}, "not loopback"),
         ({"listen": "::1:7070"}, r"an IPv6 address goes in brackets: \[::1\]:7070"),
-        ({"listen": "127.0.0.1:7071", "data_port": "7071"}, "data_port 7071: that is the port of listen"),
+        ({"listen": "127.0.0.1:7071", "data_port": "7071"}, "^--data-port 7071: that is the port of listen"),
         ({"registry": "etcd://"}, "need HOST:PORT"),
         ({"registry": "etcd://h"}, "need HOST:PORT"),
         ({"registry": "etcd://h:1,"}, "need HOST:PORT"),
@@ -84,7 +84,7 @@ def test_a_registry_in_etcd_and_an_address_with_tls():
         ({"memory": "lots"}, "need a size"),
         ({"memory": "0"}, "need a size"),
         ({"memory": "101%"}, "need a size"),
-        ({"remote_reads": "perhaps"}, "flag: remote_reads: need on or off"),
+        ({"remote_reads": "perhaps"}, "^--remote-reads: need on or off, got 'perhaps'"),
         ({"read_timeout": "-1"}, "need seconds > 0"),
         ({"no_such": "x"}, "no such setting"),
     ],
@@ -94,6 +94,23 @@ def test_what_is_wrong_is_named_in_one_line(flags, match):
         load(**{"node": "a", **flags})
     assert "\n" not in caught.value.message
     assert caught.value.exit_status == 2
+
+
+def test_what_gave_a_wrong_value_is_named(tmp_path):
+    file = tmp_path / "x.toml"
+    for flags, environ, text, said in [
+        ({"transfer_memory": "lots"}, {}, "", "--transfer-memory 'lots': need a size"),
+        ({"listen": "7070"}, {}, "", "--listen '7070': need HOST:PORT"),
+        ({"node": "a b"}, {}, "", "--node name 'a b': need"),
+        ({}, {"TENPLEXFS_HTTP": "x"}, "", "TENPLEXFS_HTTP 'x': need HOST:PORT"),
+        ({}, {"TENPLEXFS_RETAIN": "x"}, "", "TENPLEXFS_RETAIN: need seconds > 0, got 'x'"),
+        ({}, {}, 'window = "much"', f"{file}: window 'much': need a size"),
+        ({"window": "1GiB"}, {}, "window = 'much'\nretain = [1]", f"{file}: retain: need one value, got [1]"),
+    ]:
+        file.write_text(text)
+        with pytest.raises(UsageError) as caught:
+            load(environ, system_file=file, **{"node": "a", **flags})
+        assert caught.value.message.startswith(said), caught.value.message
 
 
 def test_a_broken_file_is_named(tmp_path):
