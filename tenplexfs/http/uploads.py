@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
+from typing import NamedTuple
 
 from tenplexfs.core.dtypes import itemsize_of
+from tenplexfs.core.snapshot import JobName
 from tenplexfs.errors import InvalidError, PreconditionError, TooLargeError
 from tenplexfs.formats.tenplex_files import TENSOR
 from tenplexfs.formats.tenplex_request import Place, parse_array, parse_meta, parse_place, parse_step
@@ -44,11 +46,11 @@ class Uploads:
         array = None
         if request.content_type == "x-tensor":
             array = parse_array(request.parameter("dtype"), request.query.get("dims", ""))
-        upload = await self._upload(place)
-        await _take(upload, place.name, request.body, array, replace=request.replaces)
+        async with self._upload(place) as upload:
+            await _take(upload, place.name, request.body, array, replace=request.replaces)
         return text(200, "")
 
-    async def _upload(self, place: Place) -> Upload:
+    def _upload(self, place: Place) -> AbstractAsyncContextManager[Upload]:
         if place.section != "save":
             self._incoming.base(place.job)
             raise PreconditionError(
@@ -56,28 +58,47 @@ class Uploads:
             )
         if place.rank is None or not place.name:
             raise InvalidError(f"{place.text}: need /job/{place.job}/save/<rank>/<name of a file>")
-        return await self._incoming.upload(place.job, place.rank)
+        return self._incoming.upload(place.job, place.rank)
 
     async def _archive(self, request: Request) -> Response:
-        prefix = request.query.get("prefix", "")
-        taken: list[tuple[Upload, str, Received | None]] = []
-        step: tuple[Place, int] | None = None
-        try:
-            async with aclosing(members(request.body, may_be_absolute=not prefix)) as files:
-                async for file in files:
-                    place = parse_place(f"{prefix}/{file.name}")
-                    if place.section == "iter":
-                        step = place, parse_step(await read_all(file, place.text, _MAX_STEP_BYTES))
-                        continue
-                    upload = await self._upload(place)
-                    before = upload.files.get(place.name)
-                    await _take(upload, place.name, file, None, replace=request.replaces)
-                    taken.append((upload, place.name, before))
-        except BaseException:
-            for upload, name, before in reversed(taken):
-                upload.put_back(name, before)
-            raise
-        return text(200, "" if step is None else await self._incoming.done(step[0].job, step[1]))
+        """Takes all files of an archive, or none."""
+        async with AsyncExitStack() as stack:
+            taken: list[_Taken] = []
+            try:
+                step = await self._members(request, stack, taken)
+            except BaseException:
+                for each in reversed(taken):
+                    each.upload.put_back(each.name, each.before)
+                raise
+        return text(200, "" if step is None else await self._incoming.done(*step))
+
+    async def _members(
+        self, request: Request, stack: AsyncExitStack, taken: list[_Taken]
+    ) -> tuple[JobName, int] | None:
+        """Takes the files, says which, and returns the step that one of them says."""
+        prefix, step = request.query.get("prefix", ""), None
+        uploads: dict[tuple[JobName, int | None], Upload] = {}
+        async with aclosing(members(request.body, may_be_absolute=not prefix)) as files:
+            async for file in files:
+                place = parse_place(f"{prefix}/{file.name}")
+                if place.section == "iter":
+                    step = place.job, parse_step(await read_all(file, place.text, _MAX_STEP_BYTES))
+                    continue
+                who = place.job, place.rank
+                if who not in uploads:
+                    uploads[who] = await stack.enter_async_context(self._upload(place))
+                before = uploads[who].files.get(place.name)
+                await _take(uploads[who], place.name, file, None, replace=request.replaces)
+                taken.append(_Taken(uploads[who], place.name, before))
+        return step
+
+
+class _Taken(NamedTuple):
+    """What an archive brought, and what was there before."""
+
+    upload: Upload
+    name: str
+    before: Received | None
 
 
 async def _take(upload: Upload, name: str, body: Body, array: Array | None, *, replace: bool) -> None:

@@ -107,8 +107,9 @@ class Incoming:
             raise NotFoundError(f"job {job}: no such job; `tenplexfs job create` makes it")
         return found
 
-    async def upload(self, job: JobName, rank: int) -> Upload:
-        """Returns what a rank brings; its first file takes room for all its tensors.
+    @asynccontextmanager
+    async def upload(self, job: JobName, rank: int) -> AsyncIterator[Upload]:
+        """Gives what a rank brings to who brings more; the first file takes room for all tensors.
 
         Raises:
             NotFoundError: No such job or rank.
@@ -126,9 +127,17 @@ class Incoming:
                 await found.give_up(
                     "the job was changed since this was begun; delete it, and upload it again"
                 )
-        found.check()
-        found.touched_s = trio.current_time()
-        return found
+            found.check()
+            found.users_count += 1
+        try:
+            yield found
+        finally:
+            found.users_count -= 1
+            found.touched_s = trio.current_time()
+            if not (found.files or found.users_count or found.failure):  # all that came was refused
+                if step.uploads.get(rank) is found:
+                    del step.uploads[rank]
+                await found.give_up("nothing came")
 
     @asynccontextmanager
     async def _locked(self, job: JobName) -> AsyncIterator[_Step]:
@@ -196,7 +205,7 @@ class Incoming:
         names = [] if upload is None else [each for each in upload.files if is_below(each, name)]
         if upload is None or (name and not names):
             raise NotFoundError(f"job {job}, rank {rank}: nothing was uploaded{name and f' as {name}'}")
-        if upload.is_busy:
+        if upload.users_count:
             raise ConflictError(f"job {job}, rank {rank}: a file is coming in")
         counts = len(names), len(directories(names, name))
         if name:
@@ -318,7 +327,7 @@ class Incoming:
             await trio.sleep(_SWEEP_S)
             before_s = trio.current_time() - _IDLE_S
             for upload in [each for step in self._steps.values() for each in step.uploads.values()]:
-                if upload.touched_s < before_s and not upload.is_busy and upload.failure is None:
+                if upload.touched_s < before_s and not upload.users_count and upload.failure is None:
                     log.warning("job %s: rank %d: nothing more came: given up", upload.job, upload.rank)
                     await upload.give_up(
                         f"nothing more came within {_IDLE_S:g} s; delete it, and begin again"

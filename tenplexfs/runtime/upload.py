@@ -111,6 +111,7 @@ class Upload:
         failure: Why nothing of it is good any more; then only the names are left.
         was_listed: Somebody has asked for the names.
         touched_s: When it was last asked for anything.
+        users_count: Requests that bring something of it now.
     """
 
     job: JobName
@@ -123,6 +124,7 @@ class Upload:
     files: dict[str, Received] = field(default_factory=dict)
     failure: ConflictError | None = None
     was_listed: bool = False
+    users_count: int = 0
     _busy: set[str] = field(default_factory=set)
     _values_bytes: int = 0
     _taken: dict[str, str] = field(default_factory=dict)  # tensor path -> the file that is it
@@ -140,12 +142,7 @@ class Upload:
     @property
     def is_whole(self) -> bool:
         """Whether it is still as it was when `lacks` found nothing."""
-        return self.failure is None and not self._busy and self._built is not None
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether something is coming in."""
-        return bool(self._busy)
+        return self.failure is None and not self.users_count and self._built is not None
 
     # What comes in.
 
@@ -298,8 +295,8 @@ class Upload:
         """Returns what is missing, or None when the rank is complete."""
         if self.failure is not None:
             return self.failure.message
-        if self._busy:
-            return f"{min(self._busy)} is still coming"
+        if self.users_count:
+            return "a file is still coming"
         there = {each.value.path for each in self.files.values() if isinstance(each.value, TensorFile)}
         missing = sorted(self._slots.keys() - there)
         if missing:
