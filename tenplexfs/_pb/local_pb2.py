@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tenplexfs._pb import control_pb2 as tenplexfs_dot_v1_dot_control__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tenplexfs/v1/local.proto\x12\x0ctenplexfs.v1\x1a\x1atenplexfs/v1/control.proto\"\x0f\n\rStatusRequest\"\xbc\x01\n\x0bStatusReply\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x05\x12\r\n\x05mount\x18\x04 \x01(\t\x12\x0e\n\x06listen\x18\x05 \x01(\t\x12\x18\n\x10store_used_bytes\x18\x06 \x01(\x04\x12\x19\n\x11store_limit_bytes\x18\x07 \x01(\x04\x12\x1f\n\x04jobs\x18\x08 \x03(\x0b\x32\x11.tenplexfs.v1.Job\x12\x0c\n\x04json\x18\t \x01(\t\"\x11\n\x0fListJobsRequest\"0\n\rListJobsReply\x12\x1f\n\x04jobs\x18\x01 \x03(\x0b\x32\x11.tenplexfs.v1.Job\"\\\n\rImportRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0e\n\x06ignore\x18\x04 \x03(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"\xf7\x01\n\x0eRestoreRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x11\n\x04step\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0blayout_json\x18\x04 \x01(\t\x12 \n\x04mesh\x18\x05 \x03(\x0b\x32\x12.tenplexfs.v1.Axis\x12\x36\n\x05nodes\x18\x06 \x03(\x0b\x32\'.tenplexfs.v1.RestoreRequest.NodesEntry\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x1a,\n\nNodesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x42\x07\n\x05_step\"G\n\rSetJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x15\n\rsettings_json\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"6\n\x16RebuildRegistryRequest\x12\r\n\x05write\x18\x01 \x01(\x08\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\"$\n\x14RebuildRegistryReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x1d\n\x0eHistoryRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\x1c\n\x0cHistoryReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x1c\n\rVerifyRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"b\n\x0bVerifyReply\x12\x12\n\nbytes_done\x18\x01 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x02 \x01(\x04\x12*\n\nmismatches\x18\x03 \x03(\x0b\x32\x16.tenplexfs.v1.Mismatch\"R\n\x08Mismatch\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04txid\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0c\n\x04path\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\"\r\n\x0bStopRequest\"\x0b\n\tStopReply2\xf8\x04\n\x05Local\x12@\n\x06Status\x12\x1b.tenplexfs.v1.StatusRequest\x1a\x19.tenplexfs.v1.StatusReply\x12\x46\n\x08ListJobs\x12\x1d.tenplexfs.v1.ListJobsRequest\x1a\x1b.tenplexfs.v1.ListJobsReply\x12?\n\x06Import\x12\x1b.tenplexfs.v1.ImportRequest\x1a\x16.tenplexfs.v1.Progress0\x01\x12\x41\n\x07Restore\x12\x1c.tenplexfs.v1.RestoreRequest\x1a\x16.tenplexfs.v1.Progress0\x01\x12?\n\x06SetJob\x12\x1b.tenplexfs.v1.SetJobRequest\x1a\x16.tenplexfs.v1.Progress0\x01\x12\x43\n\x07History\x12\x1c.tenplexfs.v1.HistoryRequest\x1a\x1a.tenplexfs.v1.HistoryReply\x12[\n\x0fRebuildRegistry\x12$.tenplexfs.v1.RebuildRegistryRequest\x1a\".tenplexfs.v1.RebuildRegistryReply\x12\x42\n\x06Verify\x12\x1b.tenplexfs.v1.VerifyRequest\x1a\x19.tenplexfs.v1.VerifyReply0\x01\x12:\n\x04Stop\x12\x19.tenplexfs.v1.StopRequest\x1a\x17.tenplexfs.v1.StopReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tenplexfs/v1/local.proto\x12\x0ctenplexfs.v1\x1a\x1atenplexfs/v1/control.proto\"\x0f\n\rStatusRequest\"\xbc\x01\n\x0bStatusReply\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x05\x12\r\n\x05mount\x18\x04 \x01(\t\x12\x0e\n\x06listen\x18\x05 \x01(\t\x12\x18\n\x10store_used_bytes\x18\x06 \x01(\x04\x12\x19\n\x11store_limit_bytes\x18\x07 \x01(\x04\x12\x1f\n\x04jobs\x18\x08 \x03(\x0b\x32\x11.tenplexfs.v1.Job\x12\x0c\n\x04json\x18\t \x01(\t\"\x11\n\x0fListJobsRequest\"0\n\rListJobsReply\x12\x1f\n\x04jobs\x18\x01 \x03(\x0b\x32\x11.tenplexfs.v1.Job\"\\\n\rImportRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x0e\n\x06ignore\x18\x04 \x03(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"\x88\x02\n\x0eRestoreRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x11\n\x04step\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0blayout_json\x18\x04 \x01(\t\x12 \n\x04mesh\x18\x05 \x03(\x0b\x32\x12.tenplexfs.v1.Axis\x12\x36\n\x05nodes\x18\x06 \x03(\x0b\x32\'.tenplexfs.v1.RestoreRequest.NodesEntry\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12\x0f\n\x07replace\x18\x08 \x01(\x08\x1a,\n\nNodesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x42\x07\n\x05_step\"G\n\rSetJobRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x15\n\rsettings_json\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"6\n\x16RebuildRegistryRequest\x12\r\n\x05write\x18\x01 \x01(\x08\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\"$\n\x14RebuildRegistryReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x1d\n\x0eHistoryRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\x1c\n\x0cHistoryReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x1c\n\rVerifyRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"b\n\x0bVerifyReply\x12\x12\n\nbytes_done\x18\x01 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x02 \x01(\x04\x12*\n\nmismatches\x18\x03 \x03(\x0b\x32\x16.tenplexfs.v1.Mismatch\"R\n\x08Mismatch\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0c\n\x04txid\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0c\n\x04path\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\"\r\n\x0bStopRequest\"\x0b\n\tStopReply2\xf8\x04\n\x05Local\x12@\n\x06Status\x12\x1b.tenplexfs.v1.StatusRequest\x1a\x19.tenplexfs.v1.StatusReply\x12\x46\n\x08ListJobs\x12\x1d.tenplexfs.v1.ListJobsRequest\x1a\x1b.tenplexfs.v1.ListJobsReply\x12?\n\x06Import\x12\x1b.tenplexfs.v1.ImportRequest\x1a\x16.tenplexfs.v1.Progress0\x01\x12\x41\n\x07Restore\x12\x1c.tenplexfs.v1.RestoreRequest\x1a\x16.tenplexfs.v1.Progress0\x01\x12?\n\x06SetJob\x12\x1b.tenplexfs.v1.SetJobRequest\x1a\x16.tenplexfs.v1.Progress0\x01\x12\x43\n\x07History\x12\x1c.tenplexfs.v1.HistoryRequest\x1a\x1a.tenplexfs.v1.HistoryReply\x12[\n\x0fRebuildRegistry\x12$.tenplexfs.v1.RebuildRegistryRequest\x1a\".tenplexfs.v1.RebuildRegistryReply\x12\x42\n\x06Verify\x12\x1b.tenplexfs.v1.VerifyRequest\x1a\x19.tenplexfs.v1.VerifyReply0\x01\x12:\n\x04Stop\x12\x19.tenplexfs.v1.StopRequest\x1a\x17.tenplexfs.v1.StopReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,29 +45,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_IMPORTREQUEST']._serialized_start=347
   _globals['_IMPORTREQUEST']._serialized_end=439
   _globals['_RESTOREREQUEST']._serialized_start=442
-  _globals['_RESTOREREQUEST']._serialized_end=689
-  _globals['_RESTOREREQUEST_NODESENTRY']._serialized_start=636
-  _globals['_RESTOREREQUEST_NODESENTRY']._serialized_end=680
-  _globals['_SETJOBREQUEST']._serialized_start=691
-  _globals['_SETJOBREQUEST']._serialized_end=762
-  _globals['_REBUILDREGISTRYREQUEST']._serialized_start=764
-  _globals['_REBUILDREGISTRYREQUEST']._serialized_end=818
-  _globals['_REBUILDREGISTRYREPLY']._serialized_start=820
-  _globals['_REBUILDREGISTRYREPLY']._serialized_end=856
-  _globals['_HISTORYREQUEST']._serialized_start=858
-  _globals['_HISTORYREQUEST']._serialized_end=887
-  _globals['_HISTORYREPLY']._serialized_start=889
-  _globals['_HISTORYREPLY']._serialized_end=917
-  _globals['_VERIFYREQUEST']._serialized_start=919
-  _globals['_VERIFYREQUEST']._serialized_end=947
-  _globals['_VERIFYREPLY']._serialized_start=949
-  _globals['_VERIFYREPLY']._serialized_end=1047
-  _globals['_MISMATCH']._serialized_start=1049
-  _globals['_MISMATCH']._serialized_end=1131
-  _globals['_STOPREQUEST']._serialized_start=1133
-  _globals['_STOPREQUEST']._serialized_end=1146
-  _globals['_STOPREPLY']._serialized_start=1148
-  _globals['_STOPREPLY']._serialized_end=1159
-  _globals['_LOCAL']._serialized_start=1162
-  _globals['_LOCAL']._serialized_end=1794
+  _globals['_RESTOREREQUEST']._serialized_end=706
+  _globals['_RESTOREREQUEST_NODESENTRY']._serialized_start=653
+  _globals['_RESTOREREQUEST_NODESENTRY']._serialized_end=697
+  _globals['_SETJOBREQUEST']._serialized_start=708
+  _globals['_SETJOBREQUEST']._serialized_end=779
+  _globals['_REBUILDREGISTRYREQUEST']._serialized_start=781
+  _globals['_REBUILDREGISTRYREQUEST']._serialized_end=835
+  _globals['_REBUILDREGISTRYREPLY']._serialized_start=837
+  _globals['_REBUILDREGISTRYREPLY']._serialized_end=873
+  _globals['_HISTORYREQUEST']._serialized_start=875
+  _globals['_HISTORYREQUEST']._serialized_end=904
+  _globals['_HISTORYREPLY']._serialized_start=906
+  _globals['_HISTORYREPLY']._serialized_end=934
+  _globals['_VERIFYREQUEST']._serialized_start=936
+  _globals['_VERIFYREQUEST']._serialized_end=964
+  _globals['_VERIFYREPLY']._serialized_start=966
+  _globals['_VERIFYREPLY']._serialized_end=1064
+  _globals['_MISMATCH']._serialized_start=1066
+  _globals['_MISMATCH']._serialized_end=1148
+  _globals['_STOPREQUEST']._serialized_start=1150
+  _globals['_STOPREQUEST']._serialized_end=1163
+  _globals['_STOPREPLY']._serialized_start=1165
+  _globals['_STOPREPLY']._serialized_end=1176
+  _globals['_LOCAL']._serialized_start=1179
+  _globals['_LOCAL']._serialized_end=1811
 # @@protoc_insertion_point(module_scope)

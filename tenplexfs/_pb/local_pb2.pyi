@@ -58,7 +58,7 @@ class ImportRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., path: _Optional[str] = ..., step: _Optional[int] = ..., ignore: _Optional[_Iterable[str]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class RestoreRequest(_message.Message):
-    __slots__ = ("job", "url", "step", "layout_json", "mesh", "nodes", "request_id")
+    __slots__ = ("job", "url", "step", "layout_json", "mesh", "nodes", "request_id", "replace")
     class NodesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class RestoreRequest(_message.Message):
     MESH_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    REPLACE_FIELD_NUMBER: _ClassVar[int]
     job: str
     url: str
     step: int
@@ -80,7 +81,8 @@ class RestoreRequest(_message.Message):
     mesh: _containers.RepeatedCompositeFieldContainer[_control_pb2.Axis]
     nodes: _containers.ScalarMap[str, int]
     request_id: str
-    def __init__(self, job: _Optional[str] = ..., url: _Optional[str] = ..., step: _Optional[int] = ..., layout_json: _Optional[str] = ..., mesh: _Optional[_Iterable[_Union[_control_pb2.Axis, _Mapping]]] = ..., nodes: _Optional[_Mapping[str, int]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    replace: bool
+    def __init__(self, job: _Optional[str] = ..., url: _Optional[str] = ..., step: _Optional[int] = ..., layout_json: _Optional[str] = ..., mesh: _Optional[_Iterable[_Union[_control_pb2.Axis, _Mapping]]] = ..., nodes: _Optional[_Mapping[str, int]] = ..., request_id: _Optional[str] = ..., replace: _Optional[bool] = ...) -> None: ...
 
 class SetJobRequest(_message.Message):
     __slots__ = ("job", "settings_json", "request_id")

@@ -57,9 +57,12 @@ def restore(
         str, typer.Option("--from", metavar="URL", help="Where steps were persisted: a directory, s3://...")
     ],
     step: Annotated[int | None, typer.Option(min=0, help="Which step; else the newest.")] = None,
-    layout: Annotated[Path | None, typer.Option(help="A layout file, for a job that is not there.")] = None,
+    layout: Annotated[Path | None, typer.Option(help="A layout file, where the job is not there.")] = None,
     mesh: MeshOption = None,
     nodes: NodesOption = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Whatever nodes still have of the job, and its layout, go.")
+    ] = False,
     timeout: TimeoutOption = None,
 ) -> None:
     """Make a job of a persisted step, or give it that state: each node reads what it needs, in any layout."""
@@ -67,7 +70,9 @@ def restore(
         raise UsageError("restore: give a layout file or --mesh, not both")
     place = source if "://" in source else str(Path(source).absolute())
     target = target_of([layout] if layout else [], mesh, nodes) if layout or mesh or nodes else {}
-    request = local_pb2.RestoreRequest(job=name, url=place, request_id=uuid.uuid4().hex, **target)
+    request = local_pb2.RestoreRequest(
+        job=name, url=place, request_id=uuid.uuid4().hex, replace=replace, **target
+    )
     if step is not None:
         request.step = step
     with session.connect() as daemon:

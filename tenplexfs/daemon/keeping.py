@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import trio
@@ -11,7 +12,7 @@ import trio
 from tenplexfs.core.snapshot import Head, JobName, NodeName, check_job_name
 from tenplexfs.daemon.config import Config
 from tenplexfs.daemon.node_calls import Nodes
-from tenplexfs.errors import InvalidError, NotFoundError, PreconditionError, TenplexError
+from tenplexfs.errors import InvalidError, NotFoundError, PreconditionError, TenplexError, UnavailableError
 from tenplexfs.formats.dataset_settings import plain_settings
 from tenplexfs.formats.keep_settings import persist_of
 from tenplexfs.formats.pauses import with_paused
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
 _RETRY_MAX_S = 30.0
+_MADE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,11 @@ class Restore:
     Attributes:
         url: Where steps were persisted.
         step: None: the newest.
-        target: The layout of a job that is not there; None: as persisted.
+        target: The layout of a job that is not there, or lost; None: as persisted.
         request_id: The same one is the same transaction; empty for none.
         arguments: What it asks for, in whatever form.
         only_new: A job that has a state by now keeps it.
+        replace: Whatever nodes still have of the job goes, its layout too.
     """
 
     job: JobName
@@ -70,6 +73,7 @@ class Restore:
     request_id: str = ""
     arguments: bytes = b""
     only_new: bool = False
+    replace: bool = False
 
 
 class Keeping:
@@ -192,24 +196,29 @@ class Keeping:
             NotFoundError: There is no such step.
             TenplexError: Nothing changed; or a job was made, and is empty.
         """
-        if asked.request_id and asked.job in self._table.heads():
-            head, known = await self._coordinator.current(asked.job)
-            if has_request(known.settings_json, Request(asked.job, asked.request_id, asked.arguments)):
-                return head
+        head = self._table.heads().get(asked.job)
+        if head is not None and (made := await self._made(asked)) is not None:
+            return made
+        is_gone = head is not None and (asked.replace or await self._is_lost(asked.job, head))
         found = await trio.to_thread.run_sync(find_step, asked.url, asked.job, asked.step)
         state, opened = await state_of(found, self._compute)
         then = opened.manifest.settings_json
-        if asked.job not in self._table.heads():
-            layout = opened.layout_json
+        layout, settings = opened.layout_json, with_paused(plain_settings(then), None)
+        lost: Description | None = None
+        if head is not None and not is_gone:
             if asked.target is not None:
-                made = await self._compute(resolve, asked.target, layout, self._member.node)
-                layout = made.layout_json
-            await self._coordinator.create(asked.job, layout, with_paused(plain_settings(then), None))
+                raise InvalidError(
+                    f"job {asked.job}: is there, with a layout; restore it, then reconfigure it"
+                )
         elif asked.target is not None:
-            raise InvalidError(f"job {asked.job}: is there, with a layout; restore it, then reconfigure it")
+            layout = (await self._compute(resolve, asked.target, layout, self._member.node)).layout_json
+        if head is None:
+            await self._coordinator.create(asked.job, layout, settings)
+        elif is_gone:
+            lost = Description(head.snapshot, layout, settings, 0, committed=True)
 
         async def load(known: Description) -> State:
-            if asked.only_new and known.snapshot.step is not None:
+            if asked.only_new and lost is None and known.snapshot.step is not None:
                 raise PreconditionError(f"job {asked.job}: has a state by now")
             persist = persist_of(known.settings_json)
             is_own = persist is not None and (Place(persist.to) / asked.job).url == found.siblings.url
@@ -220,8 +229,38 @@ class Keeping:
         with self._datasets.building():
             await trio.to_thread.run_sync(take_indexes, found, then, self._datasets.indexes)
             return await self._coordinator.replace_state(
-                asked.job, asked.request_id, load, report, arguments=asked.arguments
+                asked.job, asked.request_id, load, report, arguments=asked.arguments, lost=lost
             )
+
+    async def _made(self, asked: Restore) -> Head | None:
+        """Returns the head of the job where this very request has made it; else None."""
+        with trio.move_on_after(_MADE_S), suppress(UnavailableError):
+            head, known = await self._coordinator.current(asked.job)
+            if has_request(known.settings_json, Request(asked.job, asked.request_id, asked.arguments)):
+                return head
+        return None
+
+    async def _is_lost(self, job: JobName, head: Head) -> bool:
+        """Returns whether no node of a head has its part any more, as far as anybody will ever know.
+
+        Raises:
+            PreconditionError: Some do not answer: they are missed by the others, or may have their part.
+        """
+        survey = await self._coordinator.recovery.survey(job, head, needed=head.nodes)
+        silent = ", ".join(sorted(survey.silent))
+        if survey.lost == {*head.nodes}:
+            if survey.slow:
+                raise PreconditionError(
+                    f"job {job}: {silent} may have its state, and has not answered; wait for it, "
+                    "or take the persisted one instead (--replace)"
+                )
+            return True
+        if silent:
+            raise PreconditionError(
+                f"job {job}: {silent} is lost, the other nodes have their part: reconfigure it without, "
+                "or take the persisted state instead of theirs (--replace)"
+            )
+        return False
 
     async def _restore_new(self, url: str) -> None:
         """Makes the jobs that are persisted below ``url`` and that nobody knows; ends when all are there."""
@@ -251,7 +290,7 @@ class Keeping:
             log.info("restoring from %s: %s is no job: %s", url, name, error)
             return
         head = self._table.heads().get(job)
-        if head is None or head.snapshot.step is None:
+        if head is None or head.snapshot.step is None or await self._is_lost(job, head):
             made = await self.restore(Restore(job, url, only_new=True), mute)
             log.info("job %s: restored from %s: %s", job, url, made.snapshot)
 

@@ -271,6 +271,7 @@ class Service:
             _target(request) if given else None,
             request.request_id,
             arguments_of(request),
+            replace=request.replace,
         )
 
         async def work(report: Report) -> Head:

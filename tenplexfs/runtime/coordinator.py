@@ -261,8 +261,11 @@ class Coordinator:
         report: Report,
         *,
         arguments: bytes = b"",
+        lost: Description | None = None,
     ) -> Head:
         """Gives a job the state that ``load`` makes for its layout; returns the head.
+
+        With ``lost``, of a head that its nodes have lost, that is taken for what they would say.
 
         Raises:
             NotFoundError: No such job.
@@ -273,7 +276,9 @@ class Coordinator:
 
         async def body(lock: Lock, head: Head | None) -> Head:
             head = _existing(job, head)
-            known = await self.describe(job, head)
+            if lost is not None and lost.snapshot != head.snapshot:
+                raise ConflictError(f"job {job}: is at {head.snapshot} by now")
+            known = lost or await self.describe(job, head)
             if has_request(known.settings_json, request):
                 return head
             state = await load(known)
@@ -285,7 +290,8 @@ class Coordinator:
             if state.settings_json is not None:
                 known, old_step = replace(known, settings_json=state.settings_json), state.step
             known = await self._begun(known, old_step, state.step, wanted)
-            source = Base(state.txid, state.layout_json, state.source)
+            gone = frozenset(head.nodes if lost is not None else ())
+            source = Base(state.txid, state.layout_json, state.source, lost=gone)
             planned = Progress("staging", plan=summary)
             then = (state.past.generation, state.past.step) if state.past is not None else (0, None)
             settings_json = branch_off(known.settings_json, snapshot.generation, *then)

@@ -292,3 +292,50 @@ def test_an_object_store_that_goes_away_and_jobs_that_are_made_of_it_at_the_star
                 assert (first.job()["step"], first.job()["generation"]) == (4, 1)
                 assert tenplexfs.load(second.mount / "gpt/model/3")["rank"] == 3
                 assert first.ok("job", "show", "gpt")["settings"]["persist"]["to"] == "s3://bucket/runs"
+
+
+def test_a_job_that_all_its_nodes_have_lost_is_restored_in_its_place(two, tmp_path):
+    place = tmp_path / "place"
+    job = Job(two, {"to": str(place), "every": 1, "keep": 2}, keep_steps=1)
+    job.load(3)
+    job.until_persisted(3)
+    generation = job.first.job()["generation"]
+    restore = ["job", "restore", "gpt", "--from", str(place)]
+    spread = ["--mesh", "dp=2,tp=1", "--nodes", "node0:1,node1:1"]
+    # node1 begins anew; node0, which has the registry too, keeps its part: the job is given its step as ever
+    second = two.nodes[1]
+    second.kill()
+    shutil.rmtree(second.store)
+    status, content, _ = job.first.run(*restore)
+    said = "node1 is lost, the other nodes have their part: reconfigure it without, or take the persisted"
+    assert (status, said in content["error"]["message"]) == (1, True), content
+    second.start()
+    second.wait()
+    status, content, _ = job.first.run(*restore, *spread)
+    assert (status, "is there, with a layout" in content["error"]["message"]) == (1, True), content
+    job.first.ok(*restore)
+    assert job.first.job()["generation"] == generation + 1
+    check(second.mount, "gpt", whole(3))
+
+    # whatever is left, in another layout
+    made = job.first.ok(*restore, *spread, "--replace")["job"]
+    assert (made["generation"], made["step"], made["mesh"]) == (generation + 2, 3, {"dp": 2, "tp": 1})
+    check(second.mount, "gpt", whole(3))
+
+    # both begin anew; the registry has its file
+    for node in two.nodes:
+        node.kill()
+        for each in node.store.iterdir():
+            if each.name != "registry":
+                shutil.rmtree(each) if each.is_dir() else each.unlink()
+    for node in two.nodes:
+        node.start()
+    for node in two.nodes:
+        node.wait()
+    made = job.first.ok(*restore)["job"]
+    assert (made["generation"], made["step"], made["mesh"]) == (generation + 3, 3, {"dp": 2, "tp": 2})
+    for node in two.nodes:
+        until(lambda node=node: (node.mount / "gpt/full/w.npy").exists())
+        check(node.mount, "gpt", whole(3))
+    job.save(4)
+    job.until_persisted(4)
