@@ -13,7 +13,7 @@ import typer
 from tenplexfs._pb import control_pb2, local_pb2
 from tenplexfs.cli import show
 from tenplexfs.cli.client import job_content
-from tenplexfs.cli.layouts import GlobalOption, read_file, read_known, read_layout
+from tenplexfs.cli.layouts import GlobalOption, naming, read_file, read_known, read_layout
 from tenplexfs.cli.plans import check_last
 from tenplexfs.cli.session import Session, command, parse_settings
 from tenplexfs.errors import CorruptError
@@ -49,7 +49,8 @@ def create(
     chosen = parse_settings([*(settings or []), *([f"memory={memory}"] if memory else [])])
     with session.connect() as daemon:
         text = read_file(layout) if shapes is None else _filled_in(layout, shapes)
-        job = daemon.create_job(name, text, json.dumps(chosen) if chosen else "")
+        with naming(layout if shapes is None else None):
+            job = daemon.create_job(name, text, json.dumps(chosen) if chosen else "")
     session.emit("job", _full(job), lambda: show_jobs([job]))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,12 +19,22 @@ from tenplexfs.core.families import Qkv, make_layout
 from tenplexfs.core.layout import Layout, place_in_order
 from tenplexfs.core.presets import PRESETS, expert_meshes, preset_layout
 from tenplexfs.core.ptc import PTC
-from tenplexfs.errors import InvalidError, NotFoundError, TenplexError, UsageError
+from tenplexfs.errors import InvalidError, NotFoundError, PreconditionError, TenplexError, UsageError
 from tenplexfs.formats.layout_json import layout_digest, layout_to_json, parse_layout
 from tenplexfs.formats.text import bytes_text, runs_text
 from tenplexfs.storage.safetensors_source import SafetensorsSource
 
-__all__ = ["GlobalOption", "Known", "app", "known_of", "read_file", "read_known", "read_layout", "write_text"]
+__all__ = [
+    "GlobalOption",
+    "Known",
+    "app",
+    "known_of",
+    "naming",
+    "read_file",
+    "read_known",
+    "read_layout",
+    "write_text",
+]
 
 app = typer.Typer(help="Make and look at layouts: how a job is parallelised.", no_args_is_help=True)
 
@@ -107,6 +118,22 @@ def read_layout(path: Path, known: Known | None = None) -> Layout:
         if error.message.startswith(str(path)):
             raise
         raise type(error)(f"{path}: {error.message}", **error.details) from error
+
+
+@contextmanager
+def naming(file: Path | None, known: Callable[[], Known] = dict) -> Iterator[None]:
+    """Lets what a daemon says of a layout name the file that it is in.
+
+    Args:
+        file: The layout's, if it has one.
+        known: Returns what the explicit form may leave out.
+    """
+    try:
+        yield
+    except (InvalidError, PreconditionError):
+        if file is not None:
+            _built(read_layout(file, known()), file)  # what is wrong in itself is wrong here, too
+        raise
 
 
 @command(app, "make")

@@ -17,6 +17,7 @@ from tenplexfs.cli.layouts import (
     GlobalOption,
     Known,
     known_of,
+    naming,
     read_file,
     read_known,
     read_layout,
@@ -99,7 +100,8 @@ def plan(
         request = control_pb2.PlanRequest(
             job=job, drop=drop or [], operations=operations, **target_of(files, mesh, nodes)
         )
-        with session.connect() as daemon:
+        new = files[-1] if files else None
+        with naming(new, lambda: _committed(session, job)), session.connect() as daemon:
             content = json.loads(daemon.plan(request))
             if html is not None or not session.json:
                 committed = parse_layout(daemon.job(job).layout_json)
@@ -164,7 +166,7 @@ def reconfigure(
     if resources is not None and (nodes or drop or dry_run or generation):
         raise UsageError("--resources goes without --nodes, --drop, --dry-run and --generation")
     target = target_of([layout] if layout else [], mesh, nodes) if resources is None else {}
-    with session.connect() as daemon:
+    with naming(layout, lambda: _committed(session, job)), session.connect() as daemon:
         if dry_run:
             content = json.loads(daemon.plan(control_pb2.PlanRequest(job=job, drop=drop or [], **target)))
             session.emit("plan", content, lambda: show_plan(content))
@@ -194,7 +196,7 @@ def reconfigure(
             raise TimedOutError(
                 f"{where} (tenplexfs job show {job})", request_id=request.request_id
             ) from error
-    check_last(last, f"reconfigure {job}", is_final=wait)
+        check_last(last, f"reconfigure {job}", is_final=wait)
     assert last is not None
     content = {
         "request_id": request.request_id,
@@ -203,6 +205,11 @@ def reconfigure(
         "plan": json.loads(last.plan.json) if last.plan.json else None,
     }
     session.emit("reconfigure", content, lambda: _show_done(content, job))
+
+
+def _committed(session: Session, job: str) -> Known:
+    with session.connect() as daemon:
+        return known_of(build_ptc(parse_layout(daemon.job(job).layout_json)))
 
 
 def _devices(text: str) -> dict[str, int]:

@@ -136,7 +136,7 @@ def parse_settings(items: list[str], *, what: str = "--set") -> dict[str, Any]:
         what: How an error names them.
 
     Raises:
-        UsageError: An item has no ``=``.
+        UsageError: An item has no ``=``, or begins as JSON and is none.
     """
     settings: dict[str, Any] = {}
     for item in items:
@@ -145,6 +145,8 @@ def parse_settings(items: list[str], *, what: str = "--set") -> dict[str, Any]:
             raise UsageError(f"{what} {item!r}: need NAME=VALUE")
         try:
             settings[name] = json_format.loads(value)
-        except ValueError:
+        except ValueError as error:
+            if value.startswith(("{", "[", '"')):
+                raise UsageError(f"{what} {item!r}: no valid JSON: {error}") from error
             settings[name] = value
     return settings

@@ -11,19 +11,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tenplexfs.errors import InvalidError, TenplexError, UnavailableError, UsageError
+from tenplexfs.errors import InvalidError, NotFoundError, TenplexError, UnavailableError, UsageError
 
-__all__ = ["Parser", "find_mount", "locate", "of_base_install", "run"]
+__all__ = ["Parser", "fail", "find_mount", "locate", "of_base_install", "run"]
 
 _COMMANDS = ("env", "run", "wait")
 _VERSION = 1
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong, and ends with status 2."""
+    """Raises what is wrong."""
 
     def error(self, message: str) -> NoReturn:  # noqa: D102
-        self.exit(2, f"{self.prog}: {message}\n")
+        raise UsageError(f"{message} (see {self.prog} --help)")
 
 
 def of_base_install(arguments: Sequence[str]) -> list[str] | None:
@@ -50,18 +50,19 @@ def run(arguments: Sequence[str]) -> int:
         from tenplexfs.client.launch import main
 
         return main(rest)
+    text = " ".join(rest)  # also where it cannot be parsed
+    as_json = any(flag in text for flag in ("--json", "--format json", "--format=json"))
     try:
         given = _parser(name).parse_args(rest)
-    except SystemExit as end:
-        return int(end.code or 0)
-    given.as_json = given.as_json or given.format == "json"
-    try:
+        as_json = given.as_json or given.format == "json"
         found = _env(given) if name == "env" else _wait(given)
+    except SystemExit as end:  # the help was shown
+        return int(end.code or 0)
     except TenplexError as error:
-        return _fail(error, given)
+        return fail(error, as_json=as_json)
     except KeyboardInterrupt:
         return 130
-    sys.stdout.write(_json("env", found) if given.as_json else _shell(found))
+    sys.stdout.write(_json("env", found) if as_json else _shell(found))
     return 0
 
 
@@ -98,7 +99,7 @@ def _env(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _wait(given: argparse.Namespace) -> dict[str, Any]:
-    from tenplexfs.client.jobs import wait
+    from tenplexfs.client.jobs import env, wait
 
     wanted: dict[str, Any] = {"state": None}
     for item in ",".join(given.wanted or ["state=ready"]).split(","):
@@ -111,6 +112,12 @@ def _wait(given: argparse.Namespace) -> dict[str, Any]:
     if given.timeout is not None and not given.timeout >= 0:
         raise UsageError(f"--timeout {given.timeout:g}: need seconds")
     path, socket = locate(given.job, given.socket)
+    try:
+        env(path, socket=socket, patience_s=0)
+    except NotFoundError as error:
+        sys.stderr.write(f"tenplexfs wait: {error.message} yet; waiting for it\n")
+    except UnavailableError:  # it is waited for as well
+        pass
     return wait(path, socket=socket, timeout_s=given.timeout, **wanted)
 
 
@@ -180,10 +187,11 @@ def _json(kind: str, content: Mapping[str, Any]) -> str:
     return json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n"
 
 
-def _fail(error: TenplexError, given: argparse.Namespace) -> int:
-    if given.as_json:
+def fail(error: TenplexError, *, as_json: bool, command: str = "tenplexfs") -> int:
+    """Says what went wrong; returns the exit status."""
+    if as_json:
         content = {"code": error.code, "message": error.message, "details": error.details}
         sys.stdout.write(_json("error", {"error": content}))
     else:
-        sys.stderr.write(f"tenplexfs: {error.message}\n")
+        sys.stderr.write(f"{command}: {error.message}\n")
     return error.exit_status

@@ -8,7 +8,7 @@ from typing import Any
 
 from tenplexfs.client.connection import PATIENCE_S, Connection, Place, parse_place, patiently, socket_of
 from tenplexfs.client.session import kept, loaded_from, process_name
-from tenplexfs.errors import InvalidError, TimedOutError
+from tenplexfs.errors import InvalidError, NotFoundError, TimedOutError
 
 __all__ = ["env", "should_stop", "wait"]
 
@@ -132,8 +132,18 @@ def wait(
         if end is not None and time.monotonic() >= end:
             wanted = {"state": state, "generation": generation, "step": step}
             text = ", ".join(f"{name} {value}" for name, value in wanted.items() if value is not None)
-            raise TimedOutError(f"job {place.job}: not at {text or 'hand'} within {timeout_s:g} s")
+            why = "" if _is_there(place, socket) else ": there is no such job"
+            raise TimedOutError(f"job {place.job}: not at {text or 'hand'} within {timeout_s:g} s{why}")
     return _with_mount(found, place, socket)
+
+
+def _is_there(place: Place, socket: str | None) -> bool:
+    try:
+        with Connection(socket or socket_of(place.mount)) as connection:
+            connection.ask("env", job=place.job)
+    except NotFoundError:
+        return False
+    return True
 
 
 def _with_mount(found: dict[str, Any], place: Place, socket: str | None) -> dict[str, Any]:

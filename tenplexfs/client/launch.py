@@ -11,6 +11,7 @@ start in the place of this one; the others see that, end what they have left, an
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import secrets
@@ -27,7 +28,7 @@ from pathlib import Path
 from types import FrameType
 
 from tenplexfs import EXIT_RECONFIGURE
-from tenplexfs.client.commands import Parser, find_mount
+from tenplexfs.client.commands import Parser, fail, find_mount
 from tenplexfs.client.connection import Connection, socket_of
 from tenplexfs.client.jobs import env
 from tenplexfs.client.meeting import Meeting
@@ -85,17 +86,17 @@ def main(arguments: Sequence[str]) -> int:
     """Runs a job until it ends; returns its exit status."""
     try:
         given = _parse(arguments)
-    except SystemExit as end:
-        return int(end.code or 0)
-    try:
         launcher = _Launcher(given)
         try:
             return launcher.run()
         finally:
             launcher.close()
+    except SystemExit as end:  # the help was shown
+        return int(end.code or 0)
     except TenplexError as error:
-        sys.stderr.write(f"tenplexfs run: {error.message}\n")
-        return error.exit_status
+        # Before the script's name: its own --json is none of ours.
+        own = itertools.takewhile(lambda part: part != "--" and not part.endswith(".py"), arguments)
+        return fail(error, as_json="--json" in own, command="tenplexfs run")
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -122,6 +123,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--max-failures", type=int, default=3, help="failures without a new step after which to give up (3)"
     )
+    parser.add_argument("--json", action="store_true", help="print errors as JSON")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- train.py ...")
     given = parser.parse_args(arguments)
     given.command = given.command[1:] if given.command[:1] == ["--"] else given.command

@@ -45,6 +45,9 @@ def test_the_life_of_a_job(cli, layout, weights, node, monkeypatch):
     assert made["settings"] == {"keep_steps": 2}
     assert cli("job", "create", "gpt", "--layout", two, "--set", "keep_steps=2").status == 0
     assert cli("job", "create", "gpt", "--layout", four).status == 1
+    for value in ("{broken}", '{"to"', "[1"):
+        wrong = cli("job", "create", "new", "--layout", two, "--set", f"persist={value}")
+        assert (wrong.status, f"--set 'persist={value}': no valid JSON" in wrong.err) == (2, True), wrong
 
     refused = cli("import", "gpt", weights(w=W, x=W), "--json")
     assert refused.status == 1
@@ -88,6 +91,29 @@ def test_a_mesh_is_enough_for_a_reconfiguration(cli, layout, weights, node):
     refused = cli("reconfigure", "gpt", "--mesh", "tp=3", *asked)
     assert refused.status == 1
     assert len(refused.err.splitlines()) == 1
+
+
+def test_a_layout_that_a_daemon_refuses_names_its_file(cli, layout, weights, node, monkeypatch, tmp_path):
+    monkeypatch.setenv("TENPLEXFS_SOCKET", str(node.socket))
+    odd = layout("odd.json", 5, "node0")
+    (tmp_path / "text.json").write_text("{")
+    cli("job", "create", "gpt", "--layout", layout("two.json", 2, "node0"))
+    cli("import", "gpt", weights(w=W))
+    for file, said in ((odd, "tensor 'w'"), (tmp_path / "text.json", "no valid JSON")):
+        for command in (
+            ("job", "create", "new", "--layout", file),
+            ("reconfigure", "gpt", file),
+            ("reconfigure", "gpt", file, "--dry-run"),
+            ("plan", "--job", "gpt", file, "--json"),
+        ):
+            refused = cli(*command)
+            text = refused.json["error"]["message"] if "--json" in command else refused.err
+            assert (refused.status, text.count(str(file))) == (1, 1), text
+            assert said in text and len(text.splitlines()) == 1
+    known = cli("job", "create", "bad name", "--layout", odd)  # what is wrong is not in the file
+    assert (known.status, str(odd) in known.err) == (1, True)
+    other = cli("job", "create", "bad name", "--layout", tmp_path / "two.json")
+    assert (other.status, "two.json" in other.err) == (1, False)
 
 
 @needs_fuse

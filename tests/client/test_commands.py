@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import tenplexfs
-from tenplexfs.client.commands import of_base_install
+from tenplexfs.client.commands import of_base_install, run
 from tests.cluster.daemons import Daemons
 from tests.test_base_install import BLOCK
 
@@ -39,6 +39,31 @@ def test_global_options_may_stand_before_the_command():
     assert of_base_install([]) is None
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["env", "--json"], "the following arguments are required: JOB (see tenplexfs env --help)"),
+        (
+            ["--json", "wait", "gpt", "--fro", "x"],
+            "unrecognized arguments: --fro x (see tenplexfs wait --help)",
+        ),
+        (["wait", "--format", "json", "gpt", "--timeout", "x"], "argument --timeout: invalid float value"),
+        (["run", "--json", "--job", "gpt"], "need the training script"),
+        (["--json", "run", "--job", "gpt", "--nproc", "0", "--", "t.py"], "--nproc 0: need 1 or more"),
+        (["run", "--job", "gpt", "--nproc", "0", "--", "t.py", "--json"], "--nproc 0: need 1 or more"),
+    ],
+)
+def test_wrong_usage_is_json_where_that_is_asked_for(capsys, arguments, said):
+    assert run(of_base_install(arguments)) == 2
+    out, error = capsys.readouterr()
+    if arguments[-1] == "--json" and arguments[0] == "run":  # the script's
+        assert (out, error.startswith(f"tenplexfs run: {said}")) == ("", True)
+        return
+    content = json.loads(out)
+    assert (content["format"], content["error"]["code"]) == ("tenplexfs-error", "INVALID_ARGUMENT")
+    assert (content["error"]["message"].startswith(said), error) == (True, "")
+
+
 @pytest.mark.cluster
 @pytest.mark.mount
 def test_what_a_job_is_started_with_and_when(tmp_path):
@@ -49,16 +74,19 @@ def test_what_a_job_is_started_with_and_when(tmp_path):
         (node,) = daemons.nodes
         socket, mount = str(node.socket), str(node.mount)
         assert tenplex("env", "gpt", "--socket", socket)[::2] == (1, "tenplexfs: job gpt: no such job\n")
-        status, out, _ = tenplex("--json", "wait", "gpt", "--timeout", "0.2", "--socket", socket)
+        status, out, said = tenplex("--json", "wait", "gpt", "--timeout", "0.2", "--socket", socket)
         error = json.loads(out)["error"]
         assert (status, error["code"]) == (124, "DEADLINE_EXCEEDED")
-        assert error["message"] == "job gpt: not at state ready within 0.2 s"
+        assert error["message"] == "job gpt: not at state ready within 0.2 s: there is no such job"
+        assert said == "tenplexfs wait: job gpt: no such job yet; waiting for it\n"
 
         node.ok("job", "create", "gpt", "--layout", str(tmp_path / "layout.json"))
         found = json.loads(tenplex("env", "gpt", "--format", "json", "--socket", socket)[1])
         assert (found["format"], found["version"], found["step"]) == ("tenplexfs-env", 1, None)
         assert (found["ranks"], found["mount"], found["state"]) == ([0, 1], mount, "empty")
-        assert tenplex("wait", "gpt", "--for", "generation=1", TENPLEXFS_SOCKET=socket)[0] == 0
+        assert tenplex("wait", "gpt", "--for", "generation=1", TENPLEXFS_SOCKET=socket)[::2] == (0, "")
+        status, _, said = tenplex("wait", "gpt", "--timeout", "0", "--socket", socket)
+        assert (status, said) == (124, "tenplexfs: job gpt: not at state ready within 0 s\n")
 
         begun = subprocess.Popen(
             [sys.executable, "-m", "tenplexfs", "wait", f"{mount}/gpt", "--for", "state=ready,step=3"],
