@@ -87,7 +87,7 @@ async def _next_header(body: Body) -> tarfile.TarInfo | None:
     if done < _BLOCK:
         raise InvalidError("tar: it ends in the middle of a header")
     try:
-        return tarfile.TarInfo.frombuf(bytes(block), "utf-8", "strict")
+        return tarfile.TarInfo.frombuf(bytes(block), "utf-8", "surrogateescape")
     except (tarfile.HeaderError, ValueError) as error:
         raise InvalidError(f"tar: no header: {error}") from None
 
@@ -140,3 +140,5 @@ def _size(said: str | None, size: int) -> int:
 def _check_name(name: str, *, may_be_absolute: bool) -> None:
     if (name.startswith("/") and not may_be_absolute) or "\0" in name or ".." in name.split("/"):
         raise InvalidError(f"tar: {name[:200]!r}: leads out of the archive")
+    if not name.isprintable() and any("\ud800" <= each <= "\udfff" for each in name):
+        raise InvalidError(f"tar: a name is no UTF-8: {name[:200]!r}")

@@ -83,7 +83,7 @@ class Incoming:
         nursery: trio.Nursery,
         clock_ns: Callable[[], int],
         new_token: Callable[[], str],
-        patience_s: float = 2.0,
+        patience_s: float = 1.0,
     ) -> None:
         self._node = node
         self._store = store
@@ -292,7 +292,8 @@ class Incoming:
                     consumed=None,
                 )
                 begun.append(await self._saves.begin(request, each.hand_over))
-            await run_all([partial(self._saves.seal, each) for each in begun])
+            sealing = zip(begun, uploads, strict=True)
+            await run_all([partial(self._saves.seal, rank, each.sums()) for rank, each in sealing])
         except BaseException:
             with trio.CancelScope(shield=True):
                 for rank in begun:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import trio
+import xxhash
 
 from tenplexfs.core.dtypes import dtype_of
 from tenplexfs.core.snapshot import JobName
@@ -75,12 +76,14 @@ class TensorWriter:
     Attributes:
         slot: Its place.
         done_bytes: What has come of it.
+        sum: Of that.
     """
 
     slot: Slot
     fd: int
     upload: Upload
     done_bytes: int = 0
+    sum: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
 
     def write(self, data: bytes | memoryview) -> None:
         """Takes the next bytes.
@@ -93,6 +96,7 @@ class TensorWriter:
         left = self.slot.nbytes - self.done_bytes
         if len(data) > left:
             raise InvalidError(f"{self.slot.keys[0][1]}: more than its {self.slot.nbytes} bytes came")
+        self.sum.update(data)
         view = memoryview(data)
         while view:
             at = self.slot.offset + len(self.slot.header) + self.done_bytes
@@ -128,6 +132,7 @@ class Upload:
     _busy: set[str] = field(default_factory=set)
     _values_bytes: int = 0
     _taken: dict[str, str] = field(default_factory=dict)  # tensor path -> the file that is it
+    _sums: dict[str, int] = field(default_factory=dict)
     _lock: trio.Lock = field(default_factory=trio.Lock)
     _built: Flat[TensorFile] | None = None
 
@@ -250,6 +255,7 @@ class Upload:
             finally:
                 os.close(fd)
             self.files[name] = Received(name.removesuffix(TENSOR), TensorFile(path))
+            self._sums[path] = writer.sum.intdigest()
         finally:
             self._busy.discard(name)
             if name not in self.files:
@@ -322,6 +328,10 @@ class Upload:
             values = {name: each for name, each in self.files.items() if name.rpartition("/")[2] != LIST_FILE}
             self._built = await trio.to_thread.run_sync(_flat, values, lists)
         return self._built
+
+    def sums(self) -> dict[int, int]:
+        """Returns the sum of each tensor as it came, by its number."""
+        return {number: self._sums[path] for number, path in enumerate(self.plan.tensors.paths)}
 
     def hand_over(self, ingest: SaveIngest, plan: RankPlan) -> RankFiles:
         """Gives the tensors to a save. Implements `runtime.saving.Reserve`.

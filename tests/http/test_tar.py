@@ -68,6 +68,16 @@ def test_files_come_out_as_they_went_in(files, format_, skip):
     assert found == (dict.fromkeys(names, b"") if skip else names)
 
 
+def test_a_name_that_is_no_utf8_is_refused():
+    with pytest.raises(InvalidError, match="no UTF-8"):
+        read(raw_name(b"\xff\xfe"))
+
+
+def raw_name(name: bytes) -> bytes:
+    info = tarfile.TarInfo(name.decode("utf-8", "surrogateescape"))
+    return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape") + bytes(1024)
+
+
 def test_an_archive_that_nobody_closed_is_whole():
     # As mlfs's client writes it: a header and the data, no padding, no end.
     data = archive(("x", b"abc"))[: 512 + 3]
