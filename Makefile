@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 FRAMEWORKS := $(VENV)/.frameworks
 MODEL := $(VENV)/.model
 SOURCES := tenplexfs tests protos examples benchmarks
-APT := fuse3 libfuse3-dev pkg-config build-essential python3-dev python3-venv rsync attr etcd-server iproute2
+APT := fuse3 libfuse3-dev pkg-config build-essential python3-dev python3-venv rsync attr etcd-server iproute2 curl
 
 .PHONY: help setup fmt lint type imports test check demo example protos protos-check bench bench-mount soak
 
