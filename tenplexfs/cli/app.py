@@ -67,7 +67,8 @@ def run(arguments: Sequence[str]) -> int:
         text = error.format_message().replace("\n", " ").strip()
         if not text:  # no arguments: the help was shown
             return 2
-        return _fail(UsageError(text), arguments)
+        where = "tenplexfs" if error.ctx is None else error.ctx.command_path
+        return _fail(UsageError(f"{text.rstrip('.')} (see {where} --help)"), arguments)
     except TenplexError as error:
         return _fail(error, arguments)
     except (KeyboardInterrupt, typer.Abort):

@@ -132,9 +132,14 @@ def show_datasets(
         for one, entry in chosen.items()
     ]
     head = ["dataset", "kind", "samples", "batch", "epoch", "consumed", "order", "source"]
-    session.emit(
-        "datasets", {"job": job, "datasets": chosen}, lambda: show.table(head, rows, numbers=(2, 3, 4, 5))
-    )
+
+    def person() -> None:
+        if rows:
+            show.table(head, rows, numbers=(2, 3, 4, 5))
+        else:
+            typer.echo("no datasets")
+
+    session.emit("datasets", {"job": job, "datasets": chosen}, person)
 
 
 @command(app, "remove")

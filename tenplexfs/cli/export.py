@@ -121,10 +121,10 @@ def _target(text: str) -> tuple[Target, str | None]:
         return (Bucket(parent), last) if last.endswith(_SUFFIX) else (Bucket(text), None)
     path = Path(text.removeprefix("file://"))
     if path.name.endswith(_SUFFIX) and not path.is_dir():
-        return Directory(path.parent), path.name
+        return Directory(path.parent.absolute()), path.name
     if path.exists() and not path.is_dir():
         raise UsageError(f"export {text}: is a file; need a directory, or a file that ends in {_SUFFIX}")
-    return Directory(path), None
+    return Directory(path.absolute()), None
 
 
 def _shard_bytes(text: str | None) -> int:

@@ -150,7 +150,8 @@ def _holders(ptc: PTC, path: str) -> tuple[Holder, ...]:
     if path not in ptc.tensors:
         leaf = path.rpartition("/")[2]
         like = [known for known in ptc.tensors if known.endswith(leaf)] or list(ptc.tensors)
-        raise NotFoundError(f"no tensor {path!r}; there are {', '.join(like[:5])} and so on")
+        more = f" and {len(like) - 5} more" if len(like) > 5 else ""
+        raise NotFoundError(f"no tensor {path!r}; there are: {', '.join(like[:5]) or 'none'}{more}")
     return ptc.holders(path)
 
 

@@ -102,7 +102,7 @@ def _daemon(config: Config) -> tuple[Finding, int | None]:
         return Finding(
             "daemon",
             "broken",
-            f"{config.socket} is that of node {reply.node}, this is {config.node}: give --socket",
+            f"{config.socket} is that of node {reply.node}, this is {config.node}: give --node {reply.node}, or the socket of this one",
         ), None
     return Finding("daemon", "ok", f"node {reply.node} runs, pid {reply.pid}"), int(reply.pid)
 

@@ -39,6 +39,7 @@ def test_the_life_of_a_job(cli, layout, weights, node, monkeypatch):
     two, four = layout("two.json", 2, "node0"), layout("four.json", 4, "node0")
 
     assert cli("job", "list", "--json").json["jobs"] == []
+    assert cli("job", "list").out == "no jobs\n"
     made = cli("job", "create", "gpt", "--layout", two, "--set", "keep_steps=2", "--json").json
     assert (made["format"], made["generation"]) == ("tenplexfs-job", 1)
     assert (made["step"], made["state"]) == (None, "empty")
@@ -54,6 +55,8 @@ def test_the_life_of_a_job(cli, layout, weights, node, monkeypatch):
     assert "x" in refused.json["error"]["message"]
     done = cli("import", "gpt", weights(w=W, x=W), "--ignore", "x", "--step", 7, "--json").json
     assert (done["job"]["step"], done["job"]["state"]) == (7, "ready")
+
+    assert cli("dataset", "show", "gpt").out == "no datasets\n"
 
     dry = cli("reconfigure", "gpt", four, "--dry-run", "--json").json
     assert dry["format"] == "tenplexfs-plan"

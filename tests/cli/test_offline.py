@@ -41,6 +41,9 @@ def test_a_layout_is_made_checked_and_shown(cli, bert, tmp_path):
     assert "every element covered" in cli("layout", "check", out).out
     shown = cli("layout", "show", out)
     assert "encoder/layer/{i}/output/LayerNorm/bias" in shown.out
+    missing = cli("layout", "show", out, "--tensor", "zz")
+    assert (missing.status, missing.err[:25]) == (1, "tenplexfs: no tensor 'zz'")
+    assert missing.err.endswith("and 6 more\n")
     assert cli("--json", "layout", "show", out).json["format"] == "tenplexfs-layout"
 
 
@@ -48,7 +51,8 @@ def test_a_layout_is_made_checked_and_shown(cli, bert, tmp_path):
     ("arguments", "status", "words"),
     [
         ((), 2, ()),
-        (("nonsense",), 2, ("nonsense",)),
+        (("nonsense",), 2, ("nonsense' (see tenplexfs --help)",)),
+        (("tls", "init"), 2, ("Missing argument 'DIR' (see tenplexfs tls init --help)",)),
         (("layout", "check", "--nonsense"), 2, ("--nonsense",)),
         (("layout", "check", "absent.json"), 1, ("absent.json", "no such file")),
         (("layout", "make", "--from", "absent.safetensors", "--nodes", "a"), 1, ("absent.safetensors",)),

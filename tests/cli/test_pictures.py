@@ -118,7 +118,7 @@ def test_what_does_not_go_together_is_refused(cli, arguments, status, words):
 def test_an_unknown_tensor_names_some_that_are_there(cli, layout):
     done = cli("layout", "show", layout("l.json", 2, "a"), "--tensor", "v")
     assert done.status == 1
-    assert "no tensor 'v'; there are w" in done.err
+    assert done.err == "tenplexfs: no tensor 'v'; there are: w\n"
 
 
 def test_a_page_that_cannot_be_written_is_refused(cli, layout):
