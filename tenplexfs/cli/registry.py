@@ -1,4 +1,4 @@
-"""``tenplexfs registry ...``: what to do when the embedded registry was lost."""
+"""``tenplexfs registry ...``: what to do when the registry was lost, or is another one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tenplexfs.cli.session import Session, command
 
 __all__ = ["app"]
 
-app = typer.Typer(help="The registry: rebuild a lost one.", no_args_is_help=True)
+app = typer.Typer(help="The registry: rebuild a lost one, or fill another one.", no_args_is_help=True)
 
 
 @app.callback()
@@ -29,10 +29,10 @@ def rebuild(
         bool, typer.Option("--force", help="Also when nodes are missing that may have something newer.")
     ] = False,
 ) -> None:
-    """Make the heads of a registry that was lost, of what the nodes store.
+    """Make the heads of a registry of what the nodes store: it was lost, or is another one, or an old backup.
 
     For each job the newest snapshot that some node has as committed, and of which every piece is there on the
-    nodes that answer. A registry that knows any job is left alone.
+    nodes that answer. What the registry knows, and is no older than that, is left alone.
     """
     with session.connect() as daemon:
         content = json.loads(daemon.rebuild_registry(write=yes, force=force))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from tenplexfs.core.snapshot import Head, SnapshotId, TxId
-from tenplexfs.core.transaction import is_older
+from tenplexfs.core.transaction import age, is_older
 from tenplexfs.errors import ConflictError, PreconditionError
 
 __all__ = ["Mandate", "Membership", "Part", "Settlement", "Staging", "Standing"]
@@ -130,13 +130,28 @@ class Membership:
         Who has the lock drops what others staged before, whose head can never move now.
 
         Raises:
-            ConflictError: It has not, or this is of an attempt that it has given up, or the snapshot is past.
+            ConflictError: It has not, or this is of an attempt that it has given up, or more was committed
+                here than the registry knows.
         """
         self._check(by, now, snapshot.txid)
-        if self.shown is not None and is_older(snapshot, self.shown):
-            raise ConflictError(f"{snapshot}: comes too late, {self.shown} is shown")
+        if (newer := self.beyond(now.head)) is not None:
+            known = "knows no such job" if now.head is None else f"says {now.head.snapshot}"
+            raise ConflictError(
+                f"{newer} was committed, and the registry {known}: `registry rebuild` moves it on, "
+                "`job remove` frees what is here"
+            )
         keep = {snapshot.txid, now.txid}
         return Staging(tuple(t for t in self._idle() if t not in keep), snapshot.txid in self.stored)
+
+    def beyond(self, head: Head | None) -> SnapshotId | None:
+        """Returns the newest that was the job's head, by what is here, if ``head`` is older: it is late news.
+
+        Else the registry has gone back, or the job was removed and another one made.
+        """
+        known = [part.id for part in self.stored.values() if part.committed]
+        known += [] if self.shown is None else [self.shown]
+        newer = [each for each in known if head is None or is_older(head.snapshot, each)]
+        return max(newer, key=age, default=None)
 
     def show(self, head: Head) -> Settlement | None:
         """The registry says, or said, that the job is at ``head``; returns None when that is no news."""

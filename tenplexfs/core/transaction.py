@@ -15,6 +15,7 @@ from tenplexfs.errors import ConflictError
 __all__ = [
     "Outcome",
     "after_lost_reply",
+    "age",
     "check_expected",
     "is_older",
     "kept_steps",
@@ -64,13 +65,14 @@ def after_lost_reply(expected: Head | None, wanted: Head | None, current: Head |
     return Outcome.NOT_MOVED if current == expected else Outcome.LOST
 
 
+def age(snapshot: SnapshotId) -> tuple[int, int]:
+    """Returns where a snapshot comes in the life of its job: generation and step, -1 for none."""
+    return snapshot.generation, -1 if snapshot.step is None else snapshot.step
+
+
 def is_older(snapshot: SnapshotId, other: SnapshotId) -> bool:
     """Returns whether a job that is at ``other`` was, or could only have been, at ``snapshot`` before."""
-
-    def order(each: SnapshotId) -> tuple[int, int]:
-        return each.generation, -1 if each.step is None else each.step
-
-    return order(snapshot) < order(other)
+    return age(snapshot) < age(other)
 
 
 def kept_steps(head: SnapshotId, past: Iterable[SnapshotId], *, count: int) -> frozenset[TxId]:

@@ -1,4 +1,4 @@
-"""The requests that made a job what it is, among its settings: a repeated one is known by every node.
+"""What made a job what it is, among its settings: its birth, and requests, which every node knows again.
 
 They travel with every snapshot, and are nobody's business but the coordinator's.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from tenplexfs.errors import InvalidError
 
-__all__ = ["Request", "add_request", "has_request", "without_requests"]
+__all__ = ["Request", "add_request", "birth_of", "has_request", "with_birth", "without_requests"]
 
 _KEPT = 64  # newest; who repeats an older one looks at the job first
 
@@ -64,6 +64,16 @@ def add_request(settings_json: bytes, request: Request) -> bytes:
     return json.dumps({**settings, "requests": requests}, sort_keys=True).encode()
 
 
+def with_birth(settings_json: bytes, txid: str) -> bytes:
+    """Returns the settings of a job that transaction ``txid`` makes, to tell it from others of its name."""
+    return json.dumps({**_load(settings_json), "birth": txid}, sort_keys=True).encode()
+
+
+def birth_of(settings_json: bytes) -> str:
+    """Returns which transaction made the job; empty where nobody has written it down."""
+    return str(_load(settings_json).get("birth", ""))
+
+
 def without_requests(settings_json: bytes) -> bytes:
     """Returns the settings that others see.
 
@@ -71,8 +81,8 @@ def without_requests(settings_json: bytes) -> bytes:
     b'{"keep_steps": 2}'
     """
     settings = _load(settings_json)
-    hidden = [settings.pop(name, None) for name in ("requests", "branches")]
-    return settings_json if hidden == [None, None] else json.dumps(settings).encode()
+    hidden = [settings.pop(name, None) for name in ("requests", "branches", "birth")]
+    return json.dumps(settings).encode() if any(hidden) else settings_json
 
 
 def _digest(data: bytes) -> str:

@@ -99,6 +99,10 @@ def error_of(raised: grpc.RpcError, what: str) -> TenplexError:
     if code in _TRANSPORT:
         kind = UnreachedError if _UNREACHED in message else UnavailableError
         return kind(f"{what}: {_reason(message) or f'{code}: {message}'}")
+    if (
+        code == "UNIMPLEMENTED"
+    ):  # by the daemon that has its address now; the one that was asked may come back
+        return UnavailableError(f"{what}: not served there: it is of another version, or has no registry")
     return error_from_code(code, f"{what}: {message}")
 
 

@@ -20,7 +20,7 @@ from tenplexfs.errors import (
 from tenplexfs.formats.dataset_settings import begin_datasets, plain_settings, plan_datasets
 from tenplexfs.formats.lineage import branch_off
 from tenplexfs.formats.pauses import paused_of, with_paused
-from tenplexfs.formats.requests import Request, add_request, has_request
+from tenplexfs.formats.requests import Request, add_request, has_request, with_birth
 from tenplexfs.runtime.asking import describe_any
 from tenplexfs.runtime.changes import Change, Saved, State
 from tenplexfs.runtime.compute import Compute
@@ -102,7 +102,8 @@ class Coordinator:
                     f"job {job}: there already, at {head.snapshot}, with another layout or settings"
                 )
             snapshot = next_snapshot(None, txid, step=None)
-            return await self._switcher.switch(lock, None, Switch(snapshot, wanted, settings_json), mute)
+            to = Switch(snapshot, wanted, with_birth(settings_json, txid))
+            return await self._switcher.switch(lock, None, to, mute)
 
         return await self._heads.under_lock(job, f"{self._node}:{txid}", body)
 

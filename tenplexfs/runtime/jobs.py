@@ -15,6 +15,7 @@ from tenplexfs.core.membership import Mandate
 from tenplexfs.core.snapshot import COPIES, Head, JobName
 from tenplexfs.core.transaction import is_older
 from tenplexfs.errors import ConflictError, TenplexError, UnavailableError, internal
+from tenplexfs.runtime.authority import GoneBackError
 from tenplexfs.runtime.heads import HeadMover
 from tenplexfs.runtime.member import Member
 from tenplexfs.runtime.orders import Description
@@ -238,7 +239,12 @@ class JobTable:
         self.touch()
 
     async def _adopt(self, job: JobName, head: Head) -> None:
-        await self._member.show(job, head, self._describe)
+        try:
+            await self._member.show(job, head, self._describe)
+        except GoneBackError:
+            if job not in self._member.shown():
+                await self._member.show_last(job)
+            raise
 
     async def _forget(self, job: JobName) -> None:
         """Removes a job, if it is really gone: the news may be older than a new job of the same name."""

@@ -7,8 +7,7 @@ What it does about what it hears is `core.membership`'s to say. Belongs to the t
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 import trio
@@ -16,16 +15,15 @@ import trio
 from tenplexfs.core.membership import Mandate, Membership, Standing
 from tenplexfs.core.ptc import PTC
 from tenplexfs.core.snapshot import Head, JobName, NodeName, TxId, copies_of
-from tenplexfs.core.transaction import kept_steps
+from tenplexfs.core.transaction import age, kept_steps
 from tenplexfs.errors import (
     ConflictError,
     CorruptError,
     NotFoundError,
-    PreconditionError,
     TenplexError,
-    UnavailableError,
 )
 from tenplexfs.runtime.array_sums import parts_of
+from tenplexfs.runtime.authority import Authority
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.datasets import Datasets
 from tenplexfs.runtime.fetching import Handles
@@ -94,7 +92,7 @@ class Member:
         self.datasets = datasets
         self.node = node
         self.store = store
-        self._look = look
+        self._authority = Authority(node, look)
         self._tree = tree
         self._handles = handles
         self._compute = compute
@@ -126,9 +124,7 @@ class Member:
         store.relieve_by(self._relief)
         self._expanded: dict[TxId, Expanded] = {}
         self._staging: dict[TxId, tuple[JobName, trio.CancelScope]] = {}
-        self._fences: dict[JobName, int] = {}
         self._locks: dict[JobName, trio.Lock] = {}
-        self._judging: dict[JobName, trio.Lock] = {}
 
     # What others ask about.
 
@@ -208,9 +204,9 @@ class Member:
 
     async def _stage(self, order: StageOrder, report: Callable[[int, int], None]) -> None:
         job, snapshot = order.job, order.snapshot
-        async with self._judged(job) as now:
+        async with self._authority.judging(job) as now:
             found = self._membership(job).stage(snapshot, order.by, now)
-            self._fences[job] = order.by.fence
+            self._authority.fences[job] = order.by.fence
             for txid in found.drop:
                 await trio.to_thread.run_sync(self.store.drop, job, txid)
         if order.leader and self.saves is not None:
@@ -239,7 +235,7 @@ class Member:
             self._past.release(job, txid)
             await self._past.sweep()
         elif by is not None:
-            async with self._judged(job) as now:
+            async with self._authority.judging(job) as now:
                 self._membership(job).check_drop(txid, by, now)
                 self._expanded.pop(txid, None)
                 if self.saves is not None:
@@ -266,6 +262,8 @@ class Member:
             TenplexError: It could not be shown; what was shown stays.
         """
         async with self._lock(job):
+            if not await self._may_show(job, head, describe):
+                return
             found = self._membership(job).show(head)
             if found is None:
                 return
@@ -292,6 +290,21 @@ class Member:
                 for txid in sorted(set(found.drop) - self._membership(job).in_use):
                     await trio.to_thread.run_sync(self.store.drop, job, txid)
 
+    async def _may_show(
+        self, job: JobName, head: Head, describe: Callable[[JobName, Head], Awaitable[Description]]
+    ) -> bool:
+        """Returns whether ``head`` is no late news; what an earlier job of the name left here is removed."""
+        newer = self._membership(job).beyond(head)
+        if newer is None:
+            return True
+        stored = self._stock.own(job).get(newer.txid)
+        settings = self._shown[job].settings_json if stored is None else stored.settings_json
+        if not await self._authority.has_remade(job, head, newer, settings, describe):
+            return False
+        log.warning("job %s: %s is of another job than %s, which is removed", job, head.snapshot, newer)
+        await self._remove(job)
+        return True
+
     def has_staged(self, job: JobName) -> bool:
         """Returns whether something is staged here that nobody works on in this process."""
         return self._membership(job).has_idle_stages()
@@ -302,7 +315,7 @@ class Member:
         Raises:
             ConflictError: It is lost.
         """
-        async with self._judged(job) as now:
+        async with self._authority.judging(job) as now:
             for each in self._membership(job).abandoned(by, now):
                 log.info("job %s: drops %s, which was staged and given up", job, each)
                 await trio.to_thread.run_sync(self.store.drop, job, each)
@@ -312,16 +325,7 @@ class Member:
         promised = [] if self.saves is None else [t for t in stored if self.saves.is_promised(job, t)]
         in_use = {*promised, *(t for t in stored if t in self._past or t in self._staging)}
         now = None if shown is None else shown.head.snapshot
-        return Membership(now, stored, frozenset(in_use), self._fences.get(job, 0))
-
-    @asynccontextmanager
-    async def _judged(self, job: JobName) -> AsyncIterator[Standing]:
-        """Gives what the registry says now. Orders are judged, and obeyed, one after the other."""
-        try:
-            async with self._judging.setdefault(job, trio.Lock()):
-                yield await self._look(job)
-        except (ConflictError, PreconditionError, UnavailableError) as error:
-            raise type(error)(f"node {self.node}: job {job}: {error.message}") from error
+        return Membership(now, stored, frozenset(in_use), self._authority.fences.get(job, 0))
 
     async def _publish(
         self, job: JobName, head: Head, known: Description, expanded: Expanded, stored: StoredSnapshot | None
@@ -369,9 +373,7 @@ class Member:
         committed = [each for each in self._stock.own(job).values() if each.committed]
         if not committed:
             raise NotFoundError(f"node {self.node}: no committed snapshot of job {job}")
-        newest = max(
-            committed, key=lambda each: (each.id.generation, -1 if each.id.step is None else each.id.step)
-        )
+        newest = max(committed, key=lambda each: age(each.id))
         expanded = await self._compute(expand, newest.layout_json)
         head = Head(newest.id, expanded.digest, _holding_nodes(expanded.ptc))
         async with self._lock(job):
@@ -383,22 +385,25 @@ class Member:
     async def remove(self, job: JobName) -> None:
         """Takes a job out of the mount and the store; open files keep their bytes."""
         async with self._lock(job):
-            with trio.CancelScope(shield=True):
-                shown = self._shown.pop(job, None)
-                if self.saves is not None:
-                    self.saves.settle(job, None)
-                if shown is not None:
-                    await self._tree.retract_and_invalidate(job)
-                    await self._past.add(job, shown, released=True)
-                self._past.release(job)
-                for txid in self._stock.own(job):
-                    if txid in self._staging:
-                        self._staging[txid][1].cancel()
-                    elif txid not in self._past:
-                        await trio.to_thread.run_sync(self.store.drop, job, txid)
-                for txid in self._stock.copies(job):
-                    await trio.to_thread.run_sync(self.store.drop, copies_of(job), txid)
-                await self._past.sweep()
+            await self._remove(job)
+
+    async def _remove(self, job: JobName) -> None:
+        with trio.CancelScope(shield=True):
+            shown = self._shown.pop(job, None)
+            if self.saves is not None:
+                self.saves.settle(job, None)
+            if shown is not None:
+                await self._tree.retract_and_invalidate(job)
+                await self._past.add(job, shown, released=True)
+            self._past.release(job)
+            for txid in self._stock.own(job):
+                if txid in self._staging:
+                    self._staging[txid][1].cancel()
+                elif txid not in self._past:
+                    await trio.to_thread.run_sync(self.store.drop, job, txid)
+            for txid in self._stock.copies(job):
+                await trio.to_thread.run_sync(self.store.drop, copies_of(job), txid)
+            await self._past.sweep()
 
     # What happens behind.
 

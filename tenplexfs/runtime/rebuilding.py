@@ -1,4 +1,7 @@
-"""Making the heads of a registry that was lost, of what the nodes store; on an operator's word alone."""
+"""Making heads of what the nodes store, for a registry that was lost, or has gone back, or is another one.
+
+On an operator's word alone.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from functools import partial
 from typing import Protocol
 
 from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId
+from tenplexfs.core.transaction import age, is_older
 from tenplexfs.errors import NotFoundError, PreconditionError, TimedOutError, UnavailableError
+from tenplexfs.formats.requests import birth_of
 from tenplexfs.runtime.asking import describe_any
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.heads import HeadMover
@@ -34,12 +39,14 @@ class Rebuilt:
     """A head as it would be written.
 
     Attributes:
+        now: What the registry says.
         head: None when nothing of the job is whole.
         missing: Nodes that have, or may have, parts that nobody can see now: of this, or of newer ones.
         newer: Committed snapshots that are newer than the head and not whole.
     """
 
     job: JobName
+    now: Head | None
     head: Head | None
     missing: tuple[NodeName, ...]
     newer: tuple[SnapshotId, ...]
@@ -88,13 +95,13 @@ class Rebuilder:
         self._nodes = nodes
 
     async def survey(self) -> Survey:
-        """Returns what would be written; changes nothing.
+        """Returns what would be written: of each job that the registry lacks, or has an older head of.
 
         Raises:
-            PreconditionError: The registry knows jobs.
+            PreconditionError: The registry knows jobs, and the nodes have nothing newer.
             UnavailableError: It does not answer.
         """
-        await self._check_empty()
+        known = await self._heads.all()
         stored: dict[JobName, dict[NodeName, tuple[StoredPart, ...]]] = {}
         silent: list[NodeName] = []
 
@@ -106,14 +113,19 @@ class Rebuilder:
                 silent.append(node)
 
         await run_all(partial(ask, node) for node in sorted(self._nodes()))
-        found = [await self._rebuilt(job, parts, silent) for job, parts in sorted(stored.items())]
-        return Survey(tuple(found), tuple(sorted(silent)))
+        found = [await self._rebuilt(job, known.get(job), stored[job], silent) for job in sorted(stored)]
+        jobs = tuple(each for each in found if each.now is None or each.head is not None)
+        if known and not jobs:
+            raise PreconditionError(
+                f"registry: not empty, it knows {', '.join(sorted(known))}, and the nodes have nothing newer"
+            )
+        return Survey(jobs, tuple(sorted(silent)))
 
     async def write(self, survey: Survey, *, force: bool) -> None:
         """Writes the heads of ``survey``.
 
         Raises:
-            PreconditionError: The registry knows jobs by now, or nodes are missing and it is not ``force``.
+            PreconditionError: A job is somewhere else by now, or nodes are missing and it is not ``force``.
         """
         if survey.missing and not force:
             raise PreconditionError(
@@ -121,28 +133,25 @@ class Rebuilder:
                 "them, or write it without them (--force)",
                 missing=survey.missing,
             )
-        await self._check_empty()
         for each in survey.jobs:
             if each.head is not None:
-                await self._write(each.job, each.head)
+                await self._write(each.job, each.now, each.head)
 
-    async def _write(self, job: JobName, wanted: Head) -> None:
+    async def _write(self, job: JobName, now: Head | None, wanted: Head) -> None:
         async def body(lock: Lock, head: Head | None) -> None:
-            if head is not None:
-                raise PreconditionError(f"registry: job {job} is at {head.snapshot} by now")
-            await self._heads.commit(lock, None, wanted)
+            if head != now:
+                at = "is gone" if head is None else f"is at {head.snapshot}"
+                raise PreconditionError(f"registry: job {job} {at} by now")
+            await self._heads.commit(lock, now, wanted)
 
         await self._heads.under_lock(job, f"{self._node}:rebuild", body)
 
-    async def _check_empty(self) -> None:
-        known = await self._heads.all()
-        if known:
-            raise PreconditionError(
-                f"registry: not empty, it knows {', '.join(sorted(known))}; only one that was lost is rebuilt"
-            )
-
     async def _rebuilt(
-        self, job: JobName, parts: Mapping[NodeName, Sequence[StoredPart]], silent: Sequence[NodeName]
+        self,
+        job: JobName,
+        now: Head | None,
+        parts: Mapping[NodeName, Sequence[StoredPart]],
+        silent: Sequence[NodeName],
     ) -> Rebuilt:
         holders: dict[SnapshotId, set[NodeName]] = {}
         committed: set[SnapshotId] = set()
@@ -150,21 +159,27 @@ class Rebuilder:
             for part in every:
                 if not part.copies_of:
                     holders.setdefault(part.snapshot, set()).add(node)
-                    committed |= {part.snapshot} if part.committed else set()
+                    is_newer = part.committed and (now is None or is_older(now.snapshot, part.snapshot))
+                    committed |= {part.snapshot} if is_newer else set()
+        was = None
+        if committed and now is not None:
+            was = await self._describe(job, now.snapshot, holders.get(now.snapshot, ()))
         newer: list[SnapshotId] = []
         missing = set(silent)  # who does not answer may have anything
-        for snapshot in sorted(committed, key=_order, reverse=True):
+        for snapshot in sorted(committed, key=age, reverse=True):
             known = await self._describe(job, snapshot, holders[snapshot])
             if known is None:
                 continue
+            if was is not None and birth_of(was.settings_json) != birth_of(known.settings_json):
+                continue  # of an earlier job of that name
             wanted = await self._compute(resolve, Target(layout_json=known.layout_json), None, self._node)
             lost = frozenset(wanted.nodes) - holders[snapshot]
             missing |= lost
             head = Head(snapshot, wanted.digest, wanted.nodes)
             if snapshot.step is None or await self._recovery.has_replicas(job, head, known, wanted, lost):
-                return Rebuilt(job, head, tuple(sorted(missing)), tuple(newer))
+                return Rebuilt(job, now, head, tuple(sorted(missing)), tuple(newer))
             newer.append(snapshot)
-        return Rebuilt(job, None, tuple(sorted(missing)), tuple(newer))
+        return Rebuilt(job, now, None, tuple(sorted(missing)), tuple(newer))
 
     async def _describe(
         self, job: JobName, snapshot: SnapshotId, nodes: Collection[NodeName]
@@ -175,7 +190,3 @@ class Rebuilder:
             )
         except (NotFoundError, UnavailableError, TimedOutError):
             return None
-
-
-def _order(snapshot: SnapshotId) -> tuple[int, int]:
-    return snapshot.generation, -1 if snapshot.step is None else snapshot.step

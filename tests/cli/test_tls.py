@@ -46,7 +46,10 @@ def test_an_authority_whose_certificate_is_lost_is_not_made_anew(cli, tmp_path):
     key = (pki / "ca.key").read_bytes()
     (pki / "ca.pem").unlink()
     refused = cli("tls", "init", pki, "--node", "b=h")
-    assert (refused.status, "ca.pem is missing, its key is there" in refused.err) == (ExistsError.exit_status, True)
+    assert (refused.status, "ca.pem is missing, its key is there" in refused.err) == (
+        ExistsError.exit_status,
+        True,
+    )
     assert (pki / "ca.key").read_bytes() == key
 
 

@@ -59,3 +59,24 @@ def test_while_etcd_is_away_all_is_served_and_nothing_switches(tmp_path):
                 assert check(node.mount, "gpt", WHOLE) > 20
             second.ok("job", "remove", "gpt")
             until(lambda: [entry.name for entry in first.mount.iterdir()] == [".tenplexfs"])
+
+
+def test_daemons_move_to_etcd_with_what_they_hold(tmp_path):
+    (tmp_path / "etcd").mkdir()
+    with EtcdServer(tmp_path / "etcd") as etcd, Daemons(tmp_path, 2) as two:
+        load(two)
+        before = two.nodes[0].job()
+        for node in two.nodes:
+            node.stop()
+            node.arguments[node.arguments.index("--registry") + 1] = etcd.url.replace("http://", "etcd://")
+            node.start()
+        for node in two.nodes:
+            node.wait()
+        assert two.nodes[1].ok("registry", "rebuild", "--yes")["written"] is True
+        for node in two.nodes:
+            until(lambda node=node: (node.mount / "gpt" / "job.json").exists() and node.job() == before)
+            assert check(node.mount, "gpt", WHOLE) > 20
+        two.nodes[0].ok("reconfigure", "gpt", "--mesh", "pp=1,tp=4")
+        for node in two.nodes:
+            until(lambda node=node: node.job()["generation"] == 2)
+            assert check(node.mount, "gpt", WHOLE) > 20

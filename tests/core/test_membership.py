@@ -119,9 +119,15 @@ def test_an_attempt_that_was_given_up_gives_no_orders(node):
     assert node.stage(C, replace(BY, attempt=2), at(A)).is_there is False
 
 
-def test_an_order_that_comes_too_late_is_refused():
-    with pytest.raises(ConflictError, match="comes too late"):
-        Membership(shown=C).stage(B, BY, at(A))
+@pytest.mark.parametrize("now", [None, A])
+@pytest.mark.parametrize("node", [Membership(shown=C), Membership(stored=stored(C, b=(B, BY)))])
+def test_nothing_is_built_on_a_registry_that_knows_less_than_was_committed(node, now):
+    """It was lost, or made anew of an old backup: what comes next would be built on something old."""
+    assert node.beyond(at(now).head) == C
+    with pytest.raises(ConflictError, match="generation 3 step 5 txid c was committed, and the registry"):
+        node.stage(D, BY, at(now))
+    assert node.beyond(head(C)) is node.beyond(head(D)) is None
+    assert node.stage(D, BY, at(C)).is_there is False
 
 
 def test_what_is_shown_or_the_head_is_not_dropped():

@@ -448,3 +448,17 @@ async def test_a_reply_that_does_not_come_is_unavailable(tmp_path):
             await commit(registry, "gpt", None, head(1))
         connection.close()
     core.close()
+
+
+async def test_a_daemon_that_serves_the_registry_no_more_is_unavailable():
+    """It was given another registry; those that ask it still must outlive that."""
+    async with running() as (address, _, _):
+        connection = Connection(address)
+        registry = RemoteRegistry(connection, deadline_s=0.3)
+        with pytest.raises(UnavailableError, match="Heads: not served there"):
+            await registry.heads()
+        with trio.move_on_after(0.5):
+            async with aclosing(registry.watch_nodes()) as changes:
+                async for _ in changes:
+                    raise AssertionError("nobody is told")
+        connection.close()

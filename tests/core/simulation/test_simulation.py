@@ -165,8 +165,10 @@ class ShowsOldNews(Cluster):
     [
         (DropsTooEarly, 72),
         (CommitsWithoutLock, 30),
+        (TakesAnyOrder, 10413),
         (ComparesTokens, 5),
         (TakesAnyAttempt, 2160),
+        (DropsForAnybody, 6419),
         (TidiesWithoutLock, 11),
         (StagesAnySave, 3),
         (ForgetsItsGuests, 82),
