@@ -13,7 +13,7 @@ from typing import Any
 import trio
 
 from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId
-from tenplexfs.errors import NoReplicaError, TenplexError, UnavailableError
+from tenplexfs.errors import NoReplicaError, NotFoundError, TenplexError, UnavailableError
 from tenplexfs.formats.dataset_settings import datasets_back
 from tenplexfs.formats.keep_settings import persist_of
 from tenplexfs.formats.lineage import branch_off, is_past_of, with_past_of
@@ -46,7 +46,7 @@ class Ladder:
     """Implements `runtime.recovery.Beyond`.
 
     Args:
-        endpoints: The nodes that are known now.
+        endpoints: The nodes that are known now, and not known as dead.
     """
 
     def __init__(
@@ -81,10 +81,16 @@ class Ladder:
         """Returns the newest older step that is whole somewhere.
 
         Raises:
-            UnavailableError: There is none.
+            UnavailableError: There is none, or a living node does not say what it has.
         """
         wish = _Wish(job, head, known, wanted, lost, tuple(drop))
-        kept = await self._in_older_copies(wish, await self._stock(wish))
+        stock = await self._stock(wish)
+        if silent := {*self._endpoints()} - lost - stock.keys():
+            raise UnavailableError(
+                f"job {job}: {head.snapshot}: without {_named(lost)} it is not whole, and {_named(silent)}, which"
+                " may have copies, does not answer; ask again"
+            )
+        kept = await self._in_older_copies(wish, stock)
         persisted, failure = await self._persisted(wish)
         if persisted is not None and (kept is None or _step(persisted) > _step(kept)):
             return persisted
@@ -146,8 +152,13 @@ class Ladder:
         for snapshot in sorted(older, key=lambda each: (each.step or 0, each.generation), reverse=True):
             try:
                 then = await describe_any(self._calls, older[snapshot], wish.job, snapshot.txid)
-            except TenplexError:
+            except NotFoundError:  # dropped since
                 continue
+            except TenplexError as error:  # it was there a moment ago: only lost bytes send a job back
+                raise UnavailableError(
+                    f"job {wish.job}: {snapshot} is kept, and {_named(older[snapshot])} stopped answering: "
+                    f"{error.message}; ask again"
+                ) from error
             found = await self._in_copies(wish, stock, then)
             if found is not None:
                 settings = with_past_of(

@@ -219,3 +219,37 @@ def test_an_older_step_that_is_whole_comes_before_nothing(cluster):
             await go_on(cluster, [2], by=2)
 
     trio.run(main)
+
+
+def test_a_step_whose_nodes_stop_answering_is_not_passed_over(cluster):
+    """They have told of it a moment before: an older one, which is whole too, is for lost bytes alone."""
+
+    async def main():
+        kept = await start(cluster, nodes={"node0": [0, 1], "node1": [2, 3]}, replicas=1, keep_steps=3)
+        for step in (1, 2):
+            await save(cluster, step)
+            await settle(cluster, kept, 1)
+        with as_steps(cluster):
+            await save(cluster, 3)  # and no copies of it
+        newest = cluster.nodes[0].member.views(JOB)[1].id
+        assert newest.step == 2
+        lose(cluster, 1)
+        describe = cluster.calls.describe
+
+        async def silent(node, job, txid, **how):
+            if txid == newest.txid:
+                raise UnavailableError(f"node {node}: does not answer")
+            return await describe(node, job, txid, **how)
+
+        cluster.calls.describe = silent
+        with pytest.raises(UnavailableError, match=r"step 2 .* is kept, and node0 stopped answering"):
+            await go_on(cluster, [0, 2], by=0)
+        assert cluster.nodes[0].shown().id.step == 3
+        cluster.calls.describe = describe
+        cluster.calls.broken.add(("node2", "inventory"))
+        with pytest.raises(UnavailableError, match="node2, which may have copies, does not answer"):
+            await go_on(cluster, [0, 2], by=0)
+        cluster.calls.broken.clear()
+        assert (await go_on(cluster, [0, 2], by=0)).endswith("back at step 2")
+
+    trio.run(main)
