@@ -77,26 +77,28 @@ class Queries:
     async def _list(self, place: Place) -> Response:
         found: list[str] = []
         if place.section in ("", "save"):
-            found += self._uploaded_names(place)
+            found += await self._uploaded_names(place)
+        if place.section == "load" and place.rank is not None and not place.name:
+            await self._incoming.started(place.job)
         if place.section in ("", "load"):
             found += await self._committed_names(place)
         if place.section in ("", "iter") and self._has_state(place.job):
             found.append(Place(place.job, "iter").text)
         if not found:
             if place.section == "save" and place.rank is not None and not place.name:
-                self._incoming.listed(place.job, place.rank)
+                await self._incoming.listed(place.job, place.rank)
             self._incoming.base(place.job)
             raise NotFoundError(f"{place.text}: nothing is there")
         return text(200, "\n".join(sorted(found)), dtype="txt")
 
-    def _uploaded_names(self, place: Place) -> list[str]:
+    async def _uploaded_names(self, place: Place) -> list[str]:
         found = []
         for rank, upload in self._incoming.found(place.job).items():
             if place.rank in (None, rank):
                 names = [name for name in upload.files if is_below(name, place.name)]
                 found += [Place(place.job, "save", rank, name).text for name in names]
                 if place.rank == rank and not place.name and names:
-                    self._incoming.listed(place.job, rank)
+                    await self._incoming.listed(place.job, rank)
         return found
 
     async def _committed_names(self, place: Place) -> list[str]:

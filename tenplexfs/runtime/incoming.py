@@ -6,8 +6,11 @@ more is done, and a step is complete here once as many have come as ranks began 
 all ranks of this node have all tensors of the layout. Who uploads for all ranks, and asks for no listing,
 writes ``iter`` once. From then on it is a save like any other: sealed, then committed when all nodes are.
 
-A rank that deletes what it brought begins the step again: what the others had brought before is good for
-nothing then, for nobody can tell whether it was whole. The same is so after a change of generation.
+What a run left behind that ended in the middle must not become a part of what the next one saves, and no
+connection tells that it ended. So what ranks that began in that way have brought is given up when it cannot
+be of one run: a rank begins again, or asks for what is committed, as a run does when it starts, and others
+have been silent for longer than a start takes; or a rank began a minute after another one had brought its
+last file. The same is so when the job was changed meanwhile.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import trio
@@ -34,6 +37,7 @@ from tenplexfs.runtime.past import job_memory_bytes
 from tenplexfs.runtime.saving import Saves
 from tenplexfs.runtime.tasks import run_all
 from tenplexfs.runtime.upload import Upload, plan_of_layout
+from tenplexfs.runtime.upload_step import RESTART_S, SKEW_S, UploadStep
 from tenplexfs.storage.store import Store
 
 __all__ = ["Incoming"]
@@ -46,22 +50,12 @@ _SWEEP_S = 30.0
 _ALONE_S = 60.0
 
 
-@dataclass(eq=False)
-class _Step:
-    """What the ranks of a job bring.
+@dataclass(frozen=True)
+class _Sealed:
+    """What is complete here, and not yet on other nodes."""
 
-    Attributes:
-        uploads: By rank.
-        begun: Ranks that began as Tenplex's do, and so say by themselves when they are done.
-        done_count: How many said so.
-        number: Of the step, once one said so.
-    """
-
-    uploads: dict[int, Upload] = field(default_factory=dict)
-    begun: set[int] = field(default_factory=set)
-    done_count: int = 0
-    number: int | None = None
-    lock: trio.Lock = field(default_factory=trio.Lock)
+    attempt: Attempt
+    since_s: float
 
 
 class Incoming:
@@ -93,8 +87,9 @@ class Incoming:
         self._clock_ns = clock_ns
         self._new_token = new_token
         self._patience_s = patience_s
-        self._steps: dict[JobName, _Step] = {}
+        self._steps: dict[JobName, UploadStep] = {}
         self._saving: dict[JobName, int] = {}
+        self._sealed: dict[JobName, _Sealed] = {}
 
     def base(self, job: JobName) -> Base:
         """Returns what a job is.
@@ -123,10 +118,7 @@ class Incoming:
             found = step.uploads.get(rank)
             if found is None:
                 found = step.uploads[rank] = await self._begin(base, job, rank)
-            elif found.base.head.snapshot.generation != base.head.snapshot.generation:
-                await found.give_up(
-                    "the job was changed since this was begun; delete it, and upload it again"
-                )
+            await self._drop_old(step, base)
             found.check()
             found.users_count += 1
         try:
@@ -140,10 +132,10 @@ class Incoming:
                 await found.give_up("nothing came")
 
     @asynccontextmanager
-    async def _locked(self, job: JobName) -> AsyncIterator[_Step]:
+    async def _locked(self, job: JobName) -> AsyncIterator[UploadStep]:
         """Gives the step that is being brought now; one that is there no more by then is not it."""
         while True:
-            step = self._steps.get(job, _Step())
+            step = self._steps.get(job, UploadStep())
             async with step.lock:
                 if self._steps.get(job, step) is step:
                     yield step
@@ -177,19 +169,47 @@ class Incoming:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(ingest.drop)
             raise
-        return Upload(job, rank, base, plan, ingest, room, trio.current_time())
+        await self._begun_again(job)
+        now_s = trio.current_time()
+        return Upload(job, rank, base, plan, ingest, room, now_s, now_s)
 
     def found(self, job: JobName) -> Mapping[int, Upload]:
         """Returns what is there of a job, by rank."""
         step = self._steps.get(job)
         return {} if step is None else step.uploads
 
-    def listed(self, job: JobName, rank: int) -> None:
+    async def listed(self, job: JobName, rank: int) -> None:
         """The directory of a rank was asked for, as Tenplex does before it uploads."""
         if (upload := self.found(job).get(rank)) is not None:
             upload.was_listed = True
         elif (base := self._base(job)) is not None and rank in base.ptc.nodes.get(self._node, ()):
-            self._steps.setdefault(job, _Step()).begun.add(rank)
+            self._steps.setdefault(job, UploadStep()).own.add(rank)
+            await self._begun_again(job)
+
+    async def started(self, job: JobName) -> None:
+        """What is committed of a rank was asked for, as by a run that starts: the one before is no more."""
+        now_s = trio.current_time()
+        if (step := self._steps.get(job)) is not None:
+            await step.give_up(step.idle(now_s), "a run began to load after this was brought")
+        sealed = self._sealed.get(job)
+        if sealed is not None and sealed.since_s < now_s - RESTART_S:
+            await self._begun_again(job)
+
+    async def _begun_again(self, job: JobName) -> None:
+        """Gives up what waits for ranks of other nodes: its own are at another one."""
+        if (sealed := self._sealed.pop(job, None)) is not None:
+            why = f"job {job}: {sealed.attempt.snapshot}: a rank of node {self._node} began again"
+            await self._saves.forget(sealed.attempt, ConflictError(why))
+
+    async def _drop_old(self, step: UploadStep, base: Base) -> None:
+        """Gives up what was brought for another layout, or another generation."""
+        old = [
+            each
+            for each in step.uploads.values()
+            if each.base.ptc is not base.ptc
+            or each.base.head.snapshot.generation != base.head.snapshot.generation
+        ]
+        await step.give_up(old, "the job was changed since this was begun")
 
     async def delete(self, job: JobName, rank: int, name: str) -> tuple[int, int]:
         """Deletes a file, or a directory, or all of a rank where ``name`` is empty.
@@ -211,20 +231,18 @@ class Incoming:
         if name:
             for each in names:
                 upload.remove(each)
+            upload.touched_s = trio.current_time()
             return counts
         step = self._steps[job]
-        del step.uploads[rank]
-        was_good = upload.failure is None
-        await upload.give_up("was deleted")
-        if was_good:
-            step.begun.clear()
-            step.done_count, step.number = 0, None
-            for other in list(step.uploads.values()):
-                await other.give_up(
-                    f"rank {rank} began the step again after this was brought; delete it, and upload it again"
-                )
+        step.unsay(upload)
+        if upload.was_listed and upload.failure is None:
+            idle = step.idle(trio.current_time(), but=rank)
+            await step.give_up(idle, f"rank {rank} began the step again after this was brought")
+        if step.uploads.get(rank) is upload:
+            del step.uploads[rank]
         if upload.was_listed:
-            step.begun.add(rank)
+            step.own.add(rank)
+        await upload.give_up("was deleted")
         return counts
 
     # A step that is complete.
@@ -242,6 +260,10 @@ class Incoming:
         base = self.base(job)
         head = base.head.snapshot
         async with self._locked(job) as step:
+            await self._drop_old(step, base)
+            await step.give_up(
+                step.left_over(), f"another rank began {SKEW_S:g} s and more after this was brought"
+            )
             good = [each for each in step.uploads.values() if each.failure is None]
             if not good and head.step == number:
                 return f"step {number}: is the newest"
@@ -253,19 +275,19 @@ class Incoming:
                 raise PreconditionError(f"job {job}: step {number}: another rank said step {step.number}")
             ranks = base.ptc.nodes.get(self._node, ())
             lacks = await self._lacks(step, ranks)
-            if step.done_count + 1 > list(lacks.values()).count(None):
+            if len(step.said_s) + 1 > list(lacks.values()).count(None):
                 raise PreconditionError(f"job {job}: step {number}: {_said(lacks)}")
-            step.done_count, step.number = step.done_count + 1, number
-            more = max(1, len(step.begun)) - step.done_count
+            step.number = number
+            step.said_s.append(trio.current_time())
             if any(lacks.values()):
                 return f"step {number}: waits: {_said(lacks)}"
-            if more > 0:
-                return f"step {number}: waits: {more} ranks more are to say that they are done"
+            if unsaid := step.unsaid_count():
+                return f"step {number}: waits: {unsaid} more of its ranks are to say that they are done"
             del self._steps[job]
             self._saving[job] = number
         return await self._save(job, number, [step.uploads[rank] for rank in ranks])
 
-    async def _lacks(self, step: _Step, ranks: Sequence[int]) -> dict[int, str | None]:
+    async def _lacks(self, step: UploadStep, ranks: Sequence[int]) -> dict[int, str | None]:
         """Returns what each rank lacks, as it is in one moment."""
         while True:
             found = {rank: step.uploads.get(rank) for rank in ranks}
@@ -304,6 +326,7 @@ class Incoming:
             for each in uploads:
                 await each.give_up("is saved, or failed to be")
         attempt = begun[0].attempt
+        self._sealed[job] = _Sealed(attempt, trio.current_time())
         self._nursery.start_soon(self._watch, attempt)
         is_alone = set(attempt.base.head.nodes) == {self._node}
         head = await self._saves.wait(attempt, _ALONE_S if is_alone else self._patience_s)
@@ -321,18 +344,24 @@ class Incoming:
             pass  # whoever found out has said so
         finally:
             self._saving.pop(attempt.job, None)
+            sealed = self._sealed.get(attempt.job)
+            if sealed is not None and sealed.attempt is attempt:
+                del self._sealed[attempt.job]
 
     async def run(self) -> None:
         """Frees what nobody goes on with, until cancelled."""
         while True:
             await trio.sleep(_SWEEP_S)
             before_s = trio.current_time() - _IDLE_S
-            for upload in [each for step in self._steps.values() for each in step.uploads.values()]:
-                if upload.touched_s < before_s and not upload.users_count and upload.failure is None:
-                    log.warning("job %s: rank %d: nothing more came: given up", upload.job, upload.rank)
-                    await upload.give_up(
-                        f"nothing more came within {_IDLE_S:g} s; delete it, and begin again"
-                    )
+            for job, step in list(self._steps.items()):
+                gone = self._base(job) is None
+                old = [each for each in step.uploads.values() if gone or each.touched_s < before_s]
+                await step.give_up(
+                    [each for each in old if each.failure is None and not each.users_count],
+                    "its job is gone" if gone else f"nothing more came within {_IDLE_S:g} s",
+                )
+                if gone and not any(each.users_count for each in old):
+                    del self._steps[job]
 
 
 def _said(lacks: Mapping[int, str | None]) -> str:

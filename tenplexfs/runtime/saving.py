@@ -290,6 +290,14 @@ class Saves:
         self._fail_now(attempt, error)
         await self._drop(attempt)
 
+    async def forget(self, attempt: Attempt, error: TenplexError) -> None:
+        """Does as `fail`, unless it is promised, and lets who asks for the step wait for another try."""
+        if not attempt.is_promised:
+            where = attempt.job, attempt.snapshot.step or 0
+            if self._attempts.get(where) is attempt:
+                del self._attempts[where]
+            await self.fail(attempt, error)
+
     async def _drop(self, attempt: Attempt) -> None:
         while attempt.reserving_count:
             await attempt.changed.wait()

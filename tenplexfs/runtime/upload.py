@@ -6,6 +6,7 @@ has none is no part of any save.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from collections.abc import AsyncIterator, Mapping
@@ -38,6 +39,8 @@ from tenplexfs.storage.arrangement import Slot
 from tenplexfs.storage.store import RankFiles, SaveIngest
 
 __all__ = ["MAX_VALUE_BYTES", "Received", "TensorWriter", "Upload", "plan_of_layout"]
+
+log = logging.getLogger(__name__)
 
 MAX_VALUE_BYTES = 16 << 20
 """Of one file that is no tensor of the layout."""
@@ -114,7 +117,8 @@ class Upload:
         files: What has come, by name.
         failure: Why nothing of it is good any more; then only the names are left.
         was_listed: Somebody has asked for the names.
-        touched_s: When it was last asked for anything.
+        begun_s: When its first file began to come.
+        touched_s: When its last one had come, or was deleted.
         users_count: Requests that bring something of it now.
     """
 
@@ -124,6 +128,7 @@ class Upload:
     plan: RankPlan
     ingest: SaveIngest
     room: RankFiles
+    begun_s: float
     touched_s: float
     files: dict[str, Received] = field(default_factory=dict)
     failure: ConflictError | None = None
@@ -347,6 +352,7 @@ class Upload:
     async def give_up(self, why: str) -> None:
         """Frees what was brought; the names stay."""
         if self.failure is None:
+            log.info("job %s, rank %d: what was uploaded is given up: %s", self.job, self.rank, why)
             self.failure = ConflictError(f"job {self.job}, rank {self.rank}: {why}")
             self.files = {name: Received(each.keys, None) for name, each in self.files.items()}
             if not self._busy:

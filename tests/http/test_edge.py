@@ -440,19 +440,20 @@ def test_an_upload_that_breaks_off_leaves_nothing(node):
         assert node.http.listing(path) == [f"{path}/iteration.int"]
 
 
-def test_a_rank_that_begins_again_drops_what_the_others_brought(node):
+def test_what_a_run_left_is_no_part_of_the_next(node):
     name = node.job({**LAYOUT, "nodes": {"node0": [0, 1]}})
     http = node.http
     # A run that ends before rank 1 is done; all of its tensors are there, and not all values.
     http.save(state_of(0, 1), name, 1, 0)
-    partial_state = state_of(1, 1)
-    del partial_state["rng_state"]
     assert http.listing(f"/job/{name}/save/1") is None
-    http.bring(partial_state, f"/job/{name}/save/1")
-    # The next run: rank 0 is done first, and nothing of rank 1's is taken for whole.
-    assert "rank 1: " in http.save(state_of(0, 1), name, 1, 0)
-    assert http.put(f"/job/{name}/save/1/late.int", "1")[0] == 409
-    assert "is committed" in http.save(state_of(1, 1), name, 1, 1)
+    http.bring({**state_of(1, 1), "rng_state": []}, f"/job/{name}/save/1")
+    # The next one: that rank 0 was done before counts no more.
+    for rank in (0, 1):
+        assert http.listing(f"/job/{name}/save/{rank}")
+        assert http.delete(f"/job/{name}/save/{rank}")[0] == 200
+        http.bring(state_of(rank, 1), f"/job/{name}/save/{rank}")
+    assert http.done(name, 1) == "step 1: waits: 1 more of its ranks are to say that they are done"
+    assert "is committed" in http.done(name, 1)
     assert same(http.load(name, 1)[0], listed(state_of(1, 1)))
 
 
