@@ -73,7 +73,9 @@ def examine(config: Config) -> Iterator[Finding]:
         yield _mount(config.mount, pid)
     yield _store(config, pid)
     yield _memory(config)
-    yield _listen(config, pid)
+    yield _listen("listen", config.listen, config, pid)
+    if config.http is not None:
+        yield _listen("http", config.http, config, pid)
     access, findings = _access(config)
     yield from findings
     if config.join is not None:
@@ -188,19 +190,19 @@ def _memory(config: Config) -> Finding:
     return Finding("memory", "ok", f"{limit} of {bytes_text(total)}")
 
 
-def _listen(config: Config, pid: int | None) -> Finding:
+def _listen(what: str, listen: str, config: Config, pid: int | None) -> Finding:
     if pid is not None:
-        return Finding("listen", "ok", f"{config.listen}, by the daemon")
-    host, _, port = config.listen.rpartition(":")
+        return Finding(what, "ok", f"{listen}, by the daemon")
+    host, _, port = listen.rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
         for family, _, _, _, address in found:
             socket.create_server(address, family=family).close()
     except OSError as error:
-        return Finding("listen", "broken", f"{config.listen}: {error.strerror or error}")
+        return Finding(what, "broken", f"{listen}: {error.strerror or error}")
     if config.insecure and config.tls is None:
-        return Finding("listen", "warning", f"{config.listen}: anybody who reaches it can change the state")
-    return Finding("listen", "ok", f"{config.listen} is free")
+        return Finding(what, "warning", f"{listen}: anybody who reaches it can change the state")
+    return Finding(what, "ok", f"{listen} is free")
 
 
 def _access(config: Config) -> tuple[Access, list[Finding]]:

@@ -71,6 +71,9 @@ def test_a_registry_in_etcd_and_an_address_with_tls():
         ({"node": "a b"}, "node name"),
         ({"listen": "7070"}, "need HOST:PORT"),
         ({"listen": "0.0.0.0:7070"}, "--tls DIR .*--insecure"),
+        ({"http": "0.0.0.0:20010"}, "http 0.0.0.0:20010: not loopback.*--insecure"),
+        ({"http": "20010"}, "need HOST:PORT"),
+        ({"http": "127.0.0.1:7070"}, "give another port"),
         ({"listen": "[::]:7070"}, "not loopback .*--tls DIR .*--insecure"),
         ({"listen": "2130706433:7070"}, "not loopback"),
         ({"listen": "localhost.example.org:7070"}, "not loopback"),
@@ -111,6 +114,13 @@ def test_what_gave_a_wrong_value_is_named(tmp_path):
         with pytest.raises(UsageError) as caught:
             load(environ, system_file=file, **{"node": "a", **flags})
         assert caught.value.message.startswith(said), caught.value.message
+
+
+def test_where_tenplexs_clients_are_answered():
+    assert load(node="a").http is None
+    config = load({"TENPLEXFS_HTTP": "127.0.0.1:20010"}, node="a")
+    assert (config.http, config.addresses()["http"]) == ("127.0.0.1:20010", "127.0.0.1:20010")
+    assert load(node="a", http="0.0.0.0:20010", tls="/etc/tpx").http == "0.0.0.0:20010"
 
 
 def test_a_broken_file_is_named(tmp_path):

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import numpy as np
 import pytest
@@ -344,6 +344,45 @@ def test_refusals_are_a_line_and_change_nothing(node, job, method, target, kind,
     assert node.daemon.job(job)["step"] == 3
     assert node.http.listing(f"/job/{job}/save") is None
     assert node.http.delete(f"/job/{job}/save")[0] == 404
+
+
+WORDS = st.text(max_size=12) | st.sampled_from(
+    ["", "0", "1", "save", "load", "iter", "job", "..", ".", "/", "//", "%", "%2f", "\0", "\n", "é" * 200,
+     "a" * 5000, "dir.meta", "big.numpy.ndarray", "x.numpy.ndarray.meta", "x.int", "[", ":", "9:", "O"]
+)  # fmt: skip
+PATHS = st.one_of(
+    WORDS,
+    st.builds(lambda job, rest: f"/job/{job}/{rest}", st.sampled_from(["JOB", "x", ""]), WORDS),
+    st.builds(
+        lambda section, rank, name: f"/job/JOB/{section}/{rank}/{name}",
+        st.sampled_from(["save", "load"]),
+        st.sampled_from(["0", "1", "2", "x", "99999999999999999999"]),
+        WORDS,
+    ),
+)
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from(
+        ["GET /query", "POST /upload", "DELETE /delete", "POST /peers", "PATCH /query", "GET /x"]
+    ),
+    st.fixed_dictionaries(
+        {}, optional={"path": PATHS, "range": WORDS, "dtype": WORDS, "dims": WORDS, "prefix": PATHS}
+    ),
+    st.sampled_from(["", "x-tensor", "x-dir", "application/x-tar", "text/plain"]),
+    st.binary(max_size=2000) | st.sampled_from([b"1", b"list\n2", b"None"]),
+    st.booleans(),
+)
+def test_whatever_is_asked_gets_an_answer(node, job, what, query, kind, body, replace):
+    method, path = what.split()
+    fields = {name: value.replace("JOB", job) for name, value in query.items()}
+    target = f"{path}?{urlencode(fields, errors='surrogatepass')}"
+    headers = {"content_type": kind, "x_replace": str(replace)}
+    status, _, line = node.http.request(method, target, body if method == "POST" else None, **headers)
+    assert status in (200, 400, 404, 405, 409, 413, 431), line
+    assert status == 200 or (line and b"\n" not in line)
+    assert node.daemon.job(job)["step"] == 3
 
 
 def test_peers_are_those_that_are_known(node):
