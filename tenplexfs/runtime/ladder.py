@@ -87,8 +87,8 @@ class Ladder:
         stock = await self._stock(wish)
         if silent := {*self._endpoints()} - lost - stock.keys():
             raise UnavailableError(
-                f"job {job}: {head.snapshot}: without {_named(lost)} it is not whole, and {_named(silent)}, which"
-                " may have copies, does not answer; ask again"
+                f"job {job}: {head.snapshot}: without {_named(lost)} it is not whole, and {_named(silent)}, "
+                "which may have copies, does not answer; ask again"
             )
         kept = await self._in_older_copies(wish, stock)
         persisted, failure = await self._persisted(wish)

@@ -81,6 +81,26 @@ def test_another_registry_takes_over_without_a_restart(cluster):
     trio.run(main)
 
 
+def test_a_registry_whose_revisions_begin_anew_is_followed(cluster):
+    async def main():
+        await ready(cluster)
+        await move(cluster, 0)
+        node = cluster.nodes[1]
+        async with trio.open_nursery() as nursery:
+            await nursery.start(node.table.run)
+            begin_anew(cluster)
+            cluster.registry.events.clear()
+            cluster.calls.broken.add(("node1", "switch"))
+            for number in (1, 2):  # by a look at all heads, and by the watch that begins anew with it
+                await move(cluster, number)
+                while node.shown().id.generation < 2 + number:
+                    await node.table.changed.wait()
+            await cluster.check(WHOLE)
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0.02))
+
+
 def test_late_orders_undo_nothing_under_whatever_registry(cluster):
     async def main():
         orders = keep_orders(cluster)
