@@ -54,6 +54,11 @@ def derive(path: str, leaf: Leaf, rank: int) -> Leaf | None:
     if type(leaf) is int:
         return int.from_bytes(drawn.digest(16)) if path.endswith("state/state") else None
     match leaf:
+        case [3, [*words], _] if len(words) == _WORDS + 1:  # of who knows lists only
+            return [3, [*_words(drawn.digest(4 * _WORDS)), _WORDS], None]
+        case ["MT19937", *_]:
+            made = derive(path, {"$": "tuple", "items": leaf}, rank)
+            return None if made is None else made["items"]
         case {"$": "bytes", "base64": str(text)}:
             data = _derive_bytes(base64.b64decode(text), drawn.digest(4 * _WORDS))
             return None if data is None else {**leaf, "base64": base64.b64encode(data).decode()}

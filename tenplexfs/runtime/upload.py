@@ -6,7 +6,6 @@ has none is no part of any save.
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 from collections.abc import AsyncIterator, Mapping
@@ -39,8 +38,6 @@ from tenplexfs.storage.arrangement import Slot
 from tenplexfs.storage.store import RankFiles, SaveIngest
 
 __all__ = ["MAX_VALUE_BYTES", "Received", "TensorWriter", "Upload", "plan_of_layout"]
-
-log = logging.getLogger(__name__)
 
 MAX_VALUE_BYTES = 16 << 20
 """Of one file that is no tensor of the layout."""
@@ -352,7 +349,6 @@ class Upload:
     async def give_up(self, why: str) -> None:
         """Frees what was brought; the names stay."""
         if self.failure is None:
-            log.info("job %s, rank %d: what was uploaded is given up: %s", self.job, self.rank, why)
             self.failure = ConflictError(f"job {self.job}, rank {self.rank}: {why}")
             self.files = {name: Received(each.keys, None) for name, each in self.files.items()}
             if not self._busy:

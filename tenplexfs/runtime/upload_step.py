@@ -7,6 +7,7 @@ it was one whose last file had come before.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -15,6 +16,8 @@ import trio
 from tenplexfs.runtime.upload import Upload
 
 __all__ = ["RESTART_S", "SKEW_S", "UploadStep"]
+
+log = logging.getLogger(__name__)
 
 RESTART_S = 5.0
 """A process that starts anew takes longer than that until it asks for anything."""
@@ -71,6 +74,7 @@ class UploadStep:
         """Gives up what some ranks brought, and that they said they are done with it."""
         for each in list(uploads):
             self.unsay(each)
+            log.warning("job %s, rank %d: what was uploaded is given up: %s", each.job, each.rank, why)
             await each.give_up(f"{why}; delete it, and upload it again")
 
     def unsay(self, upload: Upload) -> None:

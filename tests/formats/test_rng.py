@@ -122,3 +122,27 @@ def test_what_has_no_known_form_is_not_derived(value):
 )
 def test_paths_of_random_states(path, is_one):
     assert is_random_state(path) == is_one
+
+
+def test_states_that_came_as_lists_are_derived_as_lists():
+    np.random.seed(5)
+    kind, words, *rest = np.random.get_state()
+    own = {
+        "rng_state": [
+            {
+                "random_rng_state": [3, list(random.Random(5).getstate()[1]), None],
+                "np_rng_state": [kind, LocalTensor("uint32", (624,), words.tobytes()), *rest],
+            }
+        ]
+    }
+    old, new = (state["rng_state"][0] for state in states(regroup(values(own), [()] * 2)))
+    assert old == own["rng_state"][0]
+    version, numbers, gauss = new["random_rng_state"]
+    made = random.Random()
+    made.setstate((version, tuple(numbers), gauss))
+    assert made.random() != random.Random(5).random()
+    kind, array, *rest = new["np_rng_state"]
+    np.random.set_state((kind, np.frombuffer(array.data, np.uint32), *rest))
+    drawn = np.random.random_sample()
+    np.random.seed(5)
+    assert drawn != np.random.random_sample()
