@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 
 import trio
@@ -40,7 +39,7 @@ from tenplexfs.daemon.service import Service
 from tenplexfs.daemon.transactions import Transactions
 from tenplexfs.daemon.view import VERSION, Metrics, View
 from tenplexfs.daemon.watchdog import check_mount, watch
-from tenplexfs.daemon.web import serve_http
+from tenplexfs.daemon.web import start_http
 from tenplexfs.daemon.webhooks import Webhooks
 from tenplexfs.fuse.mount import Mount
 from tenplexfs.rpc import server
@@ -310,20 +309,7 @@ async def _start(
     stack.push_async_callback(living.withdraw)
     await nursery.start(clients.run)
     nursery.start_soon(keeping.run)
-    if config.http is not None:
-        await nursery.start(
-            partial(
-                serve_http,
-                config.http,
-                member=member,
-                clients=clients,
-                nursery=nursery,
-                endpoints=nodes.endpoints,
-                access=access,
-                new_token=_new_txid,
-                clock_ns=time.time_ns,
-            )
-        )
+    await start_http(config, nursery, member, clients, nodes.endpoints, access, _new_txid)
     if config.mount is not None:
         mount = await stack.enter_async_context(Mount(tree, config.mount, allow_other=config.allow_other))
         nursery.start_soon(_stop_when, mount.ended, stop)
