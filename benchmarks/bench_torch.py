@@ -1,8 +1,9 @@
 """Saves and loads through torch's DCP: our `Writer` and `Reader` against its own files, on one file system.
 
-1.34 GB of float32 and bfloat16 in 1,000 DTensors, cut over 2 and over 4 ranks; the processes of both groups
+1.34 GB of float32 and bfloat16 in 1,000 DTensors, cut over 2 ranks, then over 4; the processes of both groups
 are started before, and what is timed is from the order to all ranks until the last one is done. Every value
 is checked after each load. And a rank's share by itself: `tenplexfs.load` against `torch.load(mmap=True)`.
+Only one group's state is there at a time, so that all of it takes 13 GB of memory.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from harness import MIB, cluster
+from harness import MIB, cluster, run
 
 ROUNDS = 5
-TENSORS = int(os.environ.get("TENSORS", "1000"))  # 12 GB of memory; 400 take 5
+TENSORS = int(os.environ.get("TENSORS", "1000"))
 WORLDS = (2, 4)
 
 
@@ -60,15 +62,19 @@ def worker(rank: int, world: int, base: Path, mount: Path) -> None:
                 return False
         return True
 
-    state = fresh(filled=True)
     print(json.dumps("ready"), flush=True)
+    state: dict[str, DTensor] = {}
     found: dict[str, DTensor] = {}
     for line in sys.stdin:
         do, saved, step = json.loads(line)
         job, files = mount / f"bench{saved}", str(base / "memory" / f"dcp{saved}")
         answer: object = True
-        if do == "blank":
+        if do == "fill":
+            state = fresh(filled=True)
+        elif do == "blank":
             found = fresh(filled=False)
+        elif do == "clear":
+            state, found = {}, {}
         elif do == "our save":
             dcp.save(state, storage_writer=Writer(job, step=step))
         elif do == "their save":
@@ -82,11 +88,12 @@ def worker(rank: int, world: int, base: Path, mount: Path) -> None:
         elif do == "torch.load and touch":
             loaded = torch.load(f"{files}-{rank}.pt", mmap=True)
             answer = sum(float(each.view(-1)[::1024].sum()) for each in loaded.values()) > 0
+            Path(f"{files}-{rank}.pt").unlink()
         elif do == "our plain load and touch":
             loaded = tenplexfs.load(job / "model" / str(rank), framework="torch")
             answer = sum(float(each.view(-1)[::1024].sum()) for each in loaded.values()) > 0
         else:
-            answer = is_right(found, saved)
+            answer, found = is_right(found, saved), {}
         loaded = None
         print(json.dumps(answer), flush=True)
     dist.destroy_process_group()
@@ -130,7 +137,22 @@ class Group:
             process.wait()
 
 
-def main() -> None:
+def round_of(group: Group, other: Group, step: int) -> Iterator[tuple[str, float]]:
+    """Saves by ``group``, and loads by both; yields what was done and how long it took."""
+    plan = [(group, f"{who} save") for who in ("our", "their")]
+    plan += [(each, f"{who} load") for each in (group, other) for who in ("our", "their")]
+    plan += [(group, each) for each in ("torch.save", "torch.load and touch", "our plain load and touch")]
+    for each, what in plan:
+        is_load = what in ("our load", "their load")
+        if is_load:
+            each.do("blank", group.world)
+        took = each.do(what, group.world, step)
+        if is_load:
+            each.do("check", group.world)
+        yield what + (", other mesh" if each is other else ""), took
+
+
+def main(worlds: Sequence[int]) -> None:
     times: dict[tuple[int, str], list[float]] = {}
     with cluster(("node0",)) as (node,):
         base = node.socket.parent
@@ -138,29 +160,21 @@ def main() -> None:
         groups = {world: Group(world, base, node.mount) for world in WORLDS}
         for group in groups.values():
             group.hear()
-        for n in range(ROUNDS + 3):  # files are used again from the fourth on
-            for saved, group in groups.items():
-                other = groups[sum(WORLDS) - saved]
-                plan = [(group, f"{who} save") for who in ("our", "their")]
-                plan += [(each, f"{who} load") for each in (group, other) for who in ("our", "their")]
-                plan += [(group, each) for each in ("torch.save", "torch.load and touch")]
-                plan += [(group, "our plain load and touch")]
-                for each, what in plan:
-                    is_load = what in ("our load", "their load")
-                    if is_load:
-                        each.do("blank", saved)
-                    took = each.do(what, saved, n + 1)
-                    if is_load:
-                        each.do("check", saved)
+        for saved, group in ((world, groups[world]) for world in worlds):
+            other = groups[sum(WORLDS) - saved]
+            group.do("fill", saved)
+            for n in range(ROUNDS + 3):  # files are used again from the fourth on
+                for what, took in round_of(group, other, n + 1):
                     if n >= 3:
-                        where = ", other mesh" if each is other else ""
-                        times.setdefault((saved, what + where), []).append(took)
+                        times.setdefault((saved, what), []).append(took)
                 shutil.rmtree(node.store.parent / f"dcp{saved}")
+            group.do("clear", saved)
+            run("job", "remove", f"bench{saved}", "--socket", node.socket)
         for group in groups.values():
             group.end()
     size = sum((1024 + i % 8 * 80) * 1024 for i in range(TENSORS))
     print(f"\n{size / 1e9:.2f} GB in {TENSORS} tensors of {size // TENSORS / MIB:.2f} MiB, {ROUNDS} rounds")
-    for saved in WORLDS:
+    for saved in worlds:
         print(f"saved by {saved} ranks, seconds")
         median = {what: statistics.median(each) for (world, what), each in times.items() if world == saved}
         for ours, theirs, wanted in (
@@ -180,4 +194,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["worker"]:
         worker(int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), Path(sys.argv[5]))
     else:
-        main()
+        main([int(each) for each in sys.argv[1:]] or WORLDS)

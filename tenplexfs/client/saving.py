@@ -34,7 +34,6 @@ _AHEAD = 2  # batches of descriptors that are open at the same time
 class _Given(NamedTuple):
     """What `save` was given beside the state."""
 
-    allow_pickle: bool
     consumed: int | None
     snapshot: str | None
     run: str | None
@@ -124,8 +123,9 @@ def save(
         NoRoomError: The store is full; the step before stays.
         UnavailableError: The daemon stayed away.
     """
-    given = _Given(allow_pickle, consumed, snapshot, run)
-    made, finish = _start(state, path, step, given)
+    place = _place(path, step)
+    flat = flatten(state, source_of, allow_pickle=allow_pickle)
+    made, finish = _start(flat, place, step, _Given(consumed, snapshot, run))
     if wait:
         finish(True)
         made.wait()
@@ -135,21 +135,19 @@ def save(
 
 
 def save_held(
-    state: object,
+    flat: Flat[Source],
     path: str | os.PathLike[str],
     *,
     step: int,
-    allow_pickle: bool,
     consumed: int | None,
     snapshot: str | None,
     run: str,
 ) -> Save:
-    """Does as `save`, for who waits in another way and leaves the state as it is until the save has ended.
+    """Does as `save`, for who waits in another way and leaves what is in ``flat`` as it is until that ended.
 
     Returns once the state is copied. When the daemon is restarted before the commit, it is saved once more.
     """
-    given = _Given(allow_pickle, consumed, snapshot, run)
-    made, finish = _start(state, path, step, given)
+    made, finish = _start(flat, _place(path, step), step, _Given(consumed, snapshot, run))
     _aside(step, lambda: finish(True))
     return made
 
@@ -159,16 +157,17 @@ def _aside(step: int, finish: Callable[[], None]) -> None:
     threading.Thread(target=finish, name=f"tenplexfs-save-{step}", daemon=False).start()
 
 
-def _start(
-    state: object, path: str | os.PathLike[str], step: int, given: _Given
-) -> tuple[Save, Callable[[bool], None]]:
-    """Returns a save whose state is copied, and what ends it; that is told whether it may copy once more."""
+def _place(path: str | os.PathLike[str], step: int) -> Place:
     place = parse_place(path)
     if place.rank is None or place.step is not None:
         raise InvalidError(f"save {path}: need <mount>/<job>/model/<rank>")
     if type(step) is not int or step < 0:
         raise InvalidError(f"save: step {step!r}: need a whole number >= 0")
-    flat = flatten(state, source_of, allow_pickle=given.allow_pickle)
+    return place
+
+
+def _start(flat: Flat[Source], place: Place, step: int, given: _Given) -> tuple[Save, Callable[[bool], None]]:
+    """Returns a save whose state is copied, and what ends it; that is told whether it may copy once more."""
     begin = {
         "job": place.job,
         "rank": place.rank,

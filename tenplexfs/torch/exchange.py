@@ -22,6 +22,7 @@ __all__ = ["Exchange", "this_rank", "world_size"]
 T = TypeVar("T")
 
 _POLL_S = 0.002
+_FIRST_POLL_S = 0.0003  # they come together, mostly
 _PATIENCE_S = 600.0
 _LAST_S = 30.0
 
@@ -140,7 +141,7 @@ class Exchange:
             self._store.delete_key(last)
 
     def _wait(self, key: str) -> None:
-        end = time.monotonic() + _PATIENCE_S
+        end, poll_s = time.monotonic() + _PATIENCE_S, _FIRST_POLL_S
         while not self.has(key):
             self.check()
             if time.monotonic() > end:
@@ -148,4 +149,5 @@ class Exchange:
                     f"rank {self.rank} of {self.world}: the others did not come within {_PATIENCE_S:g} s; "
                     "all ranks must call dcp.save or dcp.load with the same step"
                 )
-            time.sleep(_POLL_S)
+            time.sleep(poll_s)
+            poll_s = min(2 * poll_s, _POLL_S)

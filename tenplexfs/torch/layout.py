@@ -182,13 +182,19 @@ def shards_of(tensors: Mapping[str, DTensor]) -> dict[str, ExplicitShard]:
     """
     meshes: dict[int, MeshSpec] = {}
     found: dict[str, ExplicitShard] = {}
+    alike: dict[object, tuple[TensorSpec, ExplicitShard | None]] = {}
     unclear: dict[MeshSpec, dict[str, TensorSpec]] = {}
     own = this_rank()
     for name, tensor in tensors.items():
-        spec = _spec(f"tensor {name!r}", tensor, meshes, None)
+        kind = _kind(tensor)
+        if kind not in alike:
+            spec = _spec(f"tensor {name!r}", tensor, meshes, None)
+            clear = readings(spec, _coordinates(spec, own))[0] if _is_clear(spec) else None
+            alike[kind] = spec, clear
+        spec, clear = alike[kind]
         assert spec.mesh is not None
-        if _is_clear(spec):
-            (found[name],) = readings(spec, _coordinates(spec, own))
+        if clear is not None:
+            found[name] = clear
         else:
             unclear.setdefault(spec.mesh, {})[name] = spec
     for mesh, specs in unclear.items():

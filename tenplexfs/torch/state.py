@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from tenplexfs.formats.structure import Flat, flatten
 from tenplexfs.torch.layout import describe
 from tenplexfs.torch.placements import StateSpec
 
-__all__ = ["LocalTensor", "RankState", "Values", "as_tensor", "values_of"]
+__all__ = ["LocalTensor", "Values", "as_tensor", "values_of"]
 
 _SAMPLED_BYTES = 1 << 16
 
@@ -42,19 +42,6 @@ def as_tensor(value: LocalTensor) -> torch.Tensor:
     made = to_torch(array)
     assert isinstance(made, torch.Tensor)
     return made
-
-
-@dataclass(frozen=True)
-class RankState:
-    """A rank's state, ready to be saved.
-
-    Attributes:
-        state: Nested as it was given, with local tensors.
-        flat: The same, taken apart.
-    """
-
-    state: object
-    flat: Flat[Source]
 
 
 class Values:
@@ -92,14 +79,13 @@ class Values:
                 self.values[name] = LocalTensor(source.dtype, source.shape, data)
         return local
 
-    def prepare(self, *, allow_pickle: bool) -> RankState:
-        """Returns what is to be saved.
+    def prepare(self, *, allow_pickle: bool) -> Flat[Source]:
+        """Returns what is to be saved, nested as it was given, with local tensors.
 
         Raises:
             InvalidError: Something cannot be kept; the message has its path.
         """
-        state = self._nested()
-        return RankState(state, flatten(state, source_of, allow_pickle=allow_pickle))
+        return flatten(self._nested(), source_of, allow_pickle=allow_pickle)
 
     def spec(self, flat: Flat[Source]) -> StateSpec:
         """Returns what a layout is made of."""

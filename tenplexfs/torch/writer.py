@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from tenplexfs.client.arrays import Source
 from tenplexfs.client.jobs import env
 from tenplexfs.client.regions import create_job, node_of, place_of_job
 from tenplexfs.client.saving import save_held
@@ -26,12 +27,13 @@ from tenplexfs.core.ptc import PTC
 from tenplexfs.core.snapshot import NodeName, parse_snapshot
 from tenplexfs.errors import ConflictError, InvalidError, NotFoundError, PreconditionError
 from tenplexfs.formats.layout_json import layout_text
+from tenplexfs.formats.structure import Flat
 from tenplexfs.sharded import committed
 from tenplexfs.torch.exchange import Exchange, world_size
 from tenplexfs.torch.held import check_spec
 from tenplexfs.torch.layout import layout_of_ranks
 from tenplexfs.torch.placements import StateSpec
-from tenplexfs.torch.state import RankState, Values, values_of
+from tenplexfs.torch.state import Values, values_of
 
 __all__ = ["Writer"]
 
@@ -44,14 +46,14 @@ class _Card:
     """What a rank tells the others before it saves.
 
     Attributes:
-        node: Whose daemon it speaks to.
         digests: Key of its digests.
-        spec: Key of its spec and ties, where the job is not there.
+        node: Whose daemon it speaks to, where the job is not there.
+        spec: Key of its spec and ties, likewise.
     """
 
-    node: str
     digests: str
-    spec: str | None
+    node: str = ""
+    spec: str | None = None
 
 
 class Writer(StorageWriter):
@@ -175,7 +177,7 @@ class Writer(StorageWriter):
         self,
         exchange: Exchange,
         values: Values,
-        ready: RankState,
+        ready: Flat[Source],
         local: frozenset[str],
         *,
         whole: bool,
@@ -188,14 +190,13 @@ class Writer(StorageWriter):
         ]
         digests = values.digests(names, whole=whole, allow_pickle=self._allow_pickle)
         known = committed(self._place, exchange.world)
-        spec = values.spec(ready.flat)
+        spec = values.spec(ready)
         if known is not None:
             self._check(known, spec, exchange.rank)
-        card = _Card(
-            node_of(self._place),
-            exchange.post_shared(digests),
-            exchange.post_shared((spec, dict(ready.flat.ties))) if known is None else None,
-        )
+        card = _Card(exchange.post_shared(digests))
+        if known is None:
+            key = exchange.post_shared((spec, dict(ready.ties)))
+            card = replace(card, node=node_of(self._place), spec=key)
 
         def decide(cards: list[_Card]) -> dict[str, int]:
             lowest = _lowest(cards, {key: exchange.get(key) for key in {card.digests for card in cards}})
@@ -203,7 +204,11 @@ class Writer(StorageWriter):
                 create_job(self._place, self._layout_of(exchange, cards))
             return lowest
 
-        return exchange.agree(card, decide)
+        lowest = exchange.agree(card, decide)
+        if known is None and exchange.rank:
+            # Made by rank 0 a moment ago, perhaps on another node.
+            _wait_for(self._path, exchange)
+        return lowest
 
     def _check(self, known: PTC, spec: StateSpec, rank: int) -> None:
         try:
@@ -252,15 +257,11 @@ class Writer(StorageWriter):
             stacklevel=2,
         )
 
-    def _save(self, exchange: Exchange, ready: RankState) -> None:
-        if exchange.rank:
-            # Made by rank 0 a moment ago, perhaps on another node.
-            _wait_for(self._path, exchange)
+    def _save(self, exchange: Exchange, ready: Flat[Source]) -> None:
         made = save_held(
-            ready.state,
+            ready,
             self._path / "model" / str(exchange.rank),
             step=self._step,
-            allow_pickle=self._allow_pickle,
             consumed=self._consumed,
             snapshot=self._snapshot,
             # A step that failed may be saved again by the same processes.
