@@ -231,19 +231,20 @@ class Member:
         """
         if self.saves is not None:
             await self.saves.give_up(job, txid, by, reason)
-        if txid in self._past:
-            self._past.release(job, txid)
-            await self._past.sweep()
-        elif by is not None:
-            async with self._authority.judging(job) as now:
-                self._membership(job).check_drop(txid, by, now)
-                self._expanded.pop(txid, None)
-                if self.saves is not None:
-                    await self.saves.drop(job, txid, reason)
-                if txid in self._staging:
-                    self._staging[txid][1].cancel()
-                else:
-                    await trio.to_thread.run_sync(self.store.drop, job, txid)
+        if by is None:
+            return
+        async with self._authority.judging(job) as now:
+            self._membership(job).check_drop(txid, by, now)
+            self._expanded.pop(txid, None)
+            if self.saves is not None:
+                await self.saves.drop(job, txid, reason)
+            if txid in self._staging:
+                self._staging[txid][1].cancel()
+            elif txid in self._past:
+                self._past.release(job, txid)
+                await self._past.sweep()
+            else:
+                await trio.to_thread.run_sync(self.store.drop, job, txid)
 
     async def show(
         self,

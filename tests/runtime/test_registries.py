@@ -164,6 +164,25 @@ def test_what_may_be_the_head_is_dropped_on_nobodys_order(cluster):
     trio.run(main)
 
 
+def test_what_was_is_not_let_go_of_by_a_late_order(cluster):
+    """That of an attempt to save what was committed after all, and that some node may show still."""
+
+    async def main():
+        orders = keep_orders(cluster)
+        await ready(cluster)
+        cluster.calls.broken.add(("node1", "switch"))
+        await move(cluster, 0, nodes=ALL)
+        member, old = cluster.nodes[0].member, orders[-4][1].snapshot
+        assert [each.snapshot for each in member.past()] == [old]
+        with pytest.raises(ConflictError, match="the order is late"):
+            await member.drop(JOB, old.txid, orders[-4][1].by)
+        await member.drop(JOB, old.txid, None)
+        await member.sweep()
+        assert [each.snapshot for each in member.past()] == [old]
+
+    trio.run(main)
+
+
 def test_without_the_registry_no_order_counts(cluster):
     async def main():
         orders = keep_orders(cluster)

@@ -151,7 +151,7 @@ class Node(Process):
         self.idle_since = self.idle_since or self.world.now
         if self.world.now - self.idle_since < TIDY_S:
             return
-        with suppress(SilenceError, TenplexError):  # somebody works on it
+        with suppress(SilenceError, TenplexError, CancelledError):  # somebody works on it
             if self.cluster.tidies_under_lock:
                 yield from self.under_lock(self.drop_abandoned)
             else:
@@ -323,14 +323,13 @@ class Node(Process):
         known = self.saving.get(txid)
         if known is not None and known.promised in (None, by):
             del self.saving[txid]
-        if self.past.pop(txid, None) is not None:
-            self.forget(txid)
-        elif by is not None:
+        if by is not None:
             yield from self.judge(lambda node, now: self.let_go(node, txid, by, now))
 
     def let_go(self, node: Membership, txid: str, by: Mandate, now: Standing) -> None:
         node.check_drop(txid, by, now)
         self.saving.pop(txid, None)
+        self.past.pop(txid, None)
         if txid in self.staging:
             self.staging[txid] = True
         else:
