@@ -83,7 +83,8 @@ def change(
     assert last is not None
     content = _full(last.job)
     has = ", ".join(f"{key}={json.dumps(content['settings'].get(key))}" for key in chosen)
-    session.emit("job", content, lambda: typer.echo(f"{name}: {has}, generation {last.job.generation}"))
+    line = f"{name}: {has}, generation {last.job.generation}"
+    session.emit("job", content, lambda: typer.echo("\n".join([line, *_notes(last.job)])))
 
 
 @command(app, "show")
@@ -189,6 +190,17 @@ def show_jobs(jobs: list[control_pb2.Job]) -> None:
     for job in jobs:
         if job.message:
             typer.echo(f"{job.name} is {job.state}: {job.message}")
+        for note in _notes(job):
+            typer.echo(note)
+
+
+def _notes(job: control_pb2.Job) -> list[str]:
+    """Returns what settings of a job come to, where that is less than they say."""
+    wanted, others = json.loads(job.settings_json or "{}").get("replicas", 0), len(job.nodes) - 1
+    if wanted <= others:
+        return []
+    are = f"are {others + 1} nodes" if others else "is one node"
+    return [f"{job.name}: replicas={wanted} comes to {others} for now: there {are}"]
 
 
 def _full(job: control_pb2.Job) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Moving jobs off a node that is to go: the warning of a spot instance, an eviction, maintenance.
 
 The ranks of each job stop at an agreed step and save, as for any reconfiguration, within the first half of
-the time. Ranks that are late are waited for no more: then what the node alone holds of the newest complete
-step is moved first, wherever that moves least, and only then the job gets its new layout. Where no layout
-fits what is left, the state is moved all the same, and the job pauses.
+the time. Ranks that are late are waited for no more. Then, and where the new layout moves more than a slow
+link carries in the time that is left, what the node alone holds of the newest complete step is moved first,
+wherever that moves least, and only then the job gets its new layout. Where no layout fits what is left, the
+state is moved all the same, and the job pauses.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ __all__ = ["Draining"]
 log = logging.getLogger(__name__)
 
 _DEADLINE_S = 90.0
+_LINK_BYTES_PER_S = 1e8  # of a node, 1 Gbit/s: nobody knows what it really is
 
 
 class Draining:
@@ -86,9 +88,10 @@ class Draining:
         async def switch(stop: Callable[[Head], Awaitable[None]]) -> Head:
             begin_s = trio.current_time()
             await stop(head)
-            is_late = trio.current_time() - begin_s >= stop_s
-            # As many ranks on a node as there are: each goes where most of it is already.
-            roomy = dict.fromkeys({**others, **spare}, sum(held.values()))
+            took_s = trio.current_time() - begin_s
+            # Each node keeps its own, and may take all others: each goes where most of it is already.
+            displaced = sum(held.values()) - sum(others.values())
+            roomy = {each: others.get(each, 0) + displaced for each in (*others, *spare)}
             why = f"{node} is drained: {decision.why or 'it moves on'}"
             rescue = Change(job, Target(mesh={}, nodes=roomy, together=()), paused=why)
             if decision.target is None:
@@ -96,17 +99,20 @@ class Draining:
                 report(Progress("committing", f"paused: {why}"))
                 return moved
             change = Change(job, decision.target)
-            if is_late and await self._moves(rescue) < await self._moves(change):
+            nbytes, link_s = await self._cost(change)
+            is_late = took_s >= stop_s or link_s > 2 * stop_s - took_s
+            if is_late and (await self._cost(rescue))[0] < nbytes:
                 log.info("job %s: moving what only %s has", job, node)
                 await self._coordinator.reconfigure(rescue, report)
             return await self._coordinator.reconfigure(change, report)
 
         return await self._clients.stopped(job, stop_s, report, switch)
 
-    async def _moves(self, change: Change) -> int:
-        """Returns the bytes that cross the network for it."""
+    async def _cost(self, change: Change) -> tuple[int, float]:
+        """Returns the bytes that cross the network for it, and the seconds that they take on a slow link."""
         summary: Mapping[str, Any] = await self._coordinator.plan(change, operations=False)
-        return int(summary["bytes"]["moved"])
+        busiest = max((max(each["sends"], each["receives"]) for each in summary["nodes"].values()), default=0)
+        return int(summary["bytes"]["moved"]), busiest / _LINK_BYTES_PER_S
 
     def _left(
         self, held: Mapping[NodeName, int], node: NodeName

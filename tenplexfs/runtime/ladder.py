@@ -6,6 +6,7 @@ cursors, as a whole.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,21 +14,33 @@ from typing import Any
 import trio
 
 from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId
-from tenplexfs.errors import NoReplicaError, NotFoundError, TenplexError, UnavailableError
+from tenplexfs.errors import (
+    CorruptError,
+    InvalidError,
+    NoReplicaError,
+    NotFoundError,
+    TenplexError,
+    UnavailableError,
+)
 from tenplexfs.formats.dataset_settings import datasets_back
 from tenplexfs.formats.keep_settings import persist_of
 from tenplexfs.formats.lineage import branch_off, is_past_of, with_past_of
 from tenplexfs.runtime.asking import InventoryCalls, describe_any, take_stock
+from tenplexfs.runtime.changes import State
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.copying import having_of, layout_with
 from tenplexfs.runtime.orders import Description, StoredPart
 from tenplexfs.runtime.planning import Resolved, expand, plan_summary
 from tenplexfs.runtime.recovery import Found
+from tenplexfs.runtime.restoring import Found as Persisted
 from tenplexfs.runtime.restoring import own_steps, settings_with, state_of
 from tenplexfs.runtime.snapshot import rank_nodes
 from tenplexfs.runtime.switching import Base
+from tenplexfs.storage.checkpoint_reader import OpenCheckpoint
 
 __all__ = ["Ladder"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -169,22 +182,31 @@ class Ladder:
         return None
 
     async def _persisted(self, wish: _Wish) -> tuple[Found | None, TenplexError | None]:
-        """Returns the newest persisted step of the job's past, or why it is not known."""
+        """Returns the newest persisted step of the job's past that can be read, or why there is none."""
         settings = wish.known.settings_json
+        last = wish.head.snapshot.step or 0
+        failure: TenplexError | None = None
         try:
             steps = await trio.to_thread.run_sync(own_steps, persist_of(settings), wish.job, settings)
-            last = wish.head.snapshot.step or 0
-            past = [
-                each
-                for step, each in steps.items()
-                if step <= last and is_past_of(settings, each.snapshot.generation, step)
-            ]
-            if not past:
-                return None, None
-            step = max(past, key=lambda each: each.snapshot.step or 0)
-            state, opened = await state_of(step, self._compute)
         except TenplexError as error:
             return None, error
+        for number in sorted((each for each in steps if each <= last), reverse=True):
+            step = steps[number]
+            if not is_past_of(settings, step.snapshot.generation, number):
+                continue
+            try:
+                state, opened = await state_of(step, self._compute)
+            except (CorruptError, InvalidError, NotFoundError) as error:  # torn, or just removed
+                log.warning("job %s: %s", wish.job, error)
+                failure = failure or error
+            except TenplexError as error:
+                return None, error
+            else:
+                return await self._found(wish, step, state, opened), None
+        return None, failure
+
+    async def _found(self, wish: _Wish, step: Persisted, state: State, opened: OpenCheckpoint) -> Found:
+        settings = wish.known.settings_json
         plan = await self._plan(wish, state.layout_json, state.values, frozenset())
         then = Description(
             step.snapshot, state.layout_json, settings, opened.manifest.created_ns, True, state.values
@@ -192,7 +214,7 @@ class Ladder:
         base = Base(state.txid, state.layout_json, source=state.source, lost=wish.lost)
         message = f"without {_named(wish.lost)}: back at step {state.step}, persisted at {step.place.url}"
         known = self._branched(wish, then, settings_with(settings, opened, is_own=True))
-        return Found(base, known, plan, message), None
+        return Found(base, known, plan, message)
 
     def _branched(self, wish: _Wish, then: Description, settings_json: bytes) -> Description:
         """Returns ``then`` with the settings that the job has after it went back to it."""

@@ -119,6 +119,7 @@ class Replicas:
         steps = [each.id.step for each in self._sets(job)]
         return {
             "wanted": count,
+            "comes_to": min(count, len(shown.head.nodes) - 1),
             "of": list(owners),
             "step": steps[-1] if steps else None,
             "is_complete": not owners or self._has(job, shown.head.snapshot.txid, owners),

@@ -1,7 +1,8 @@
 """A directory on a disk or in an object store, through obstore: what steps are persisted to.
 
-An object is there whole or not at all, on disks too: it is written aside and renamed. What fails in passing
-is tried again; what fails for good says which place it is. Everything here blocks: it is for worker threads.
+An object is there whole or not at all, on disks too: it is written aside, renamed, and on the disk before the
+next one is, so that a manifest speaks of files that survive a power loss. What fails in passing is tried
+again; what fails for good says which place it is. Everything here blocks: it is for worker threads.
 """
 
 from __future__ import annotations
@@ -104,8 +105,10 @@ class Place:
         def put() -> None:
             if isinstance(data, bytes):
                 obstore.put(self._store, key, data)
-                return
-            obstore.put(self._store, key, data(), chunk_size=chunk_bytes, max_concurrency=_CONCURRENCY)
+            else:
+                obstore.put(self._store, key, data(), chunk_size=chunk_bytes, max_concurrency=_CONCURRENCY)
+            if self._local is not None:
+                _sync(self._local / name)
 
         self._try(name, put)
 
@@ -189,3 +192,13 @@ class Place:
                     raise UnavailableError(f"{where}: {error_line(error)}") from error
                 time.sleep(wait_s)
         raise AssertionError
+
+
+def _sync(file: Path) -> None:
+    """Waits until a file and its name are on the disk."""
+    for path in (file, file.parent):
+        opened = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)

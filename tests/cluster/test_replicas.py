@@ -165,6 +165,7 @@ def test_what_one_two_and_three_nodes_had_comes_back(tmp_path):
         for number in range(4):
             assert four.status(number)["replicas"] == {
                 "wanted": 2,
+                "comes_to": 2,
                 "of": [f"node{(number - turn) % 4}" for turn in (1, 2)],
                 "step": 3,
                 "is_complete": True,

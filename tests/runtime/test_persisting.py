@@ -135,6 +135,26 @@ def test_each_distinct_array_stands_once_and_goes_where_it_is_asked(cluster, tmp
     trio.run(main)
 
 
+def test_a_torn_manifest_is_passed_over(cluster, tmp_path):
+    place = tmp_path / "there"
+
+    async def main():
+        async with persisting(cluster, place) as leaders:
+            await save(cluster, 5)
+            await until_persisted(cluster, leaders, 5)
+            with as_steps(cluster):
+                await save(cluster, 6)
+            await until_persisted(cluster, leaders, 6)
+            (manifest,) = (place / JOB).glob(f"*6.*/{MANIFEST}")
+            manifest.write_bytes(manifest.read_bytes()[:-9])
+            leaders[0]._states[JOB].next_s = np.inf
+            lose(cluster, 1, 2)
+            assert "back at step 5, persisted at" in await go_on(cluster, [0, 3], by=0)
+            await cluster.check(states(5))
+
+    trio.run(main)
+
+
 def test_the_newest_stay_and_those_that_a_job_left_behind_go_first(cluster, tmp_path):
     place = tmp_path / "there"
 
