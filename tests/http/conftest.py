@@ -13,7 +13,7 @@ from tests.http.tenplex import Server
 def node(tmp_path_factory):
     port = free_port()
     base = tmp_path_factory.mktemp("http")
-    with Daemons(base, 1, memory="192MiB", http=f"127.0.0.1:{port}") as daemons:
+    with Daemons(base, 1, memory="256MiB", http=f"127.0.0.1:{port}") as daemons:
         made = Node(daemons.nodes[0], Server(port))
         yield made
         assert "Traceback" not in made.daemon.log.read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import count
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -86,3 +87,10 @@ class Node:
             with Connection(str(self.daemon.socket)) as connection:
                 connection.ask("create", job=name, layout=json.dumps(layout).encode())
         return name
+
+    def resident(self) -> int:
+        """Returns the bytes of memory that the daemon has for itself."""
+        assert self.daemon.process is not None
+        text = Path(f"/proc/{self.daemon.process.pid}/status").read_text()
+        (line,) = [line for line in text.splitlines() if line.startswith("RssAnon")]
+        return int(line.split()[1]) << 10

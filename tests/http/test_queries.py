@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -145,17 +144,12 @@ def test_peers_are_those_that_are_known(node):
 
 
 def test_many_clients_read_at_once_in_bounded_memory(node, job):
-    def resident() -> int:
-        text = Path(f"/proc/{node.daemon.process.pid}/status").read_text()
-        (line,) = [line for line in text.splitlines() if line.startswith("RssAnon")]
-        return int(line.split()[1]) << 10
-
     wanted = state_of(1, 3)["big"].tobytes()
 
     def read(_: int) -> bool:
         return node.http.query(f"/job/{job}/load/1/big.numpy.ndarray", "x-tensor")[2] == wanted
 
-    before = resident()
+    before = node.resident()
     with ThreadPoolExecutor(32) as pool:
         assert all(pool.map(read, range(96)))
-    assert resident() - before < 48 << 20  # what was asked for is 230 MB
+    assert node.resident() - before < 48 << 20  # what was asked for is 230 MB

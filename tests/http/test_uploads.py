@@ -140,6 +140,25 @@ def test_all_ranks_at_once_each_for_itself(node):
         assert same(node.http.load(name, rank)[0], listed({**state_of(rank // 4, 2), "rank": rank}))
 
 
+def test_many_clients_upload_at_once_in_bounded_memory(node):
+    layout = {**ONE, "mesh": {"tp": 32}, "nodes": {"node0": list(range(32))}}
+    layout["tensors"] = {
+        "w": {"shape": [32, 1 << 20], "dtype": "uint16", "shard": [{"axis": "tp", "dim": 0}]}
+    }
+    name = node.job(layout)
+    rows = np.random.default_rng(0).integers(0, 1 << 16, (32, 1, 1 << 20), np.uint16)
+
+    def bring(rank: int) -> int:
+        return node.http.put_tensor(f"/job/{name}/save/{rank}/w.numpy.ndarray", rows[rank])[0]
+
+    before = node.resident()
+    with ThreadPoolExecutor(32) as pool:
+        assert set(pool.map(bring, range(32))) == {200}
+    assert node.resident() - before < 32 << 20  # what came is 64 MiB
+    assert "is committed" in node.http.done(name, 1)
+    assert all(same(node.http.tensor(f"/job/{name}/load/{rank}/w"), rows[rank]) for rank in (0, 17, 31))
+
+
 def tar_of(files: dict[str, bytes]) -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as tar:
