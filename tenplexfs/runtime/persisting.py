@@ -343,6 +343,7 @@ def _finish(
             )
         if size != each.nbytes:
             raise CorruptError(f"{step.url}/{each.name}: has {size} bytes, should have {each.nbytes}")
+    step.remove_halves()
     step.put(MANIFEST, checkpoint.encode())
 
 

@@ -175,6 +175,14 @@ class Place:
         for at in range(0, len(keys), 1000):
             self._try("", lambda at=at: obstore.delete(self._store, keys[at : at + 1000]))  # type: ignore[misc]
 
+    def remove_halves(self) -> None:
+        """Removes what writers that were killed left beside whole objects; nobody may be writing below."""
+        if self._local is None:
+            return  # the bucket's to clean
+        for each in self._local.rglob("*#*"):
+            if each.name.rpartition("#")[2].isdigit():
+                each.unlink(missing_ok=True)
+
     def _key(self, name: str) -> str:
         return f"{self._root}/{name}" if self._root else name
 

@@ -97,6 +97,9 @@ def test_a_writer_that_is_killed_leaves_what_another_one_goes_on_from(tmp_path):
     assert safe.load_file(first)["w"].tobytes() == arrays[0, "w"].tobytes()
     subprocess.run([*driver, "1000"], env=environment, check=True)
     assert first.stat().st_mtime_ns == time_ns
+    assert list((tmp_path / "model").glob("*#*"))
+    Place(str(tmp_path)).remove_halves()
+    assert not list((tmp_path / "model").glob("*#*"))
     for (rank, name), array in arrays.items():
         assert safe.load_file(tmp_path / f"model/{rank:05d}-0.safetensors")[name].tobytes() == array.tobytes()
 
