@@ -274,6 +274,10 @@ class Incoming:
             if step.number not in (None, number):
                 raise PreconditionError(f"job {job}: step {number}: another rank said step {step.number}")
             ranks = base.ptc.nodes.get(self._node, ())
+            if not ranks:
+                raise PreconditionError(
+                    f"job {job}: has no rank on node {self._node}; say it where it has some"
+                )
             lacks = await self._lacks(step, ranks)
             if len(step.said_s) + 1 > list(lacks.values()).count(None):
                 raise PreconditionError(f"job {job}: step {number}: {_said(lacks)}")
