@@ -9,6 +9,8 @@ from urllib.parse import quote, urlencode
 
 import numpy as np
 
+from tenplexfs.core.dtypes import dtype_of
+
 DTYPES = {
     **{f"f{bits}": f"float{bits}" for bits in (16, 32, 64)},
     **{
@@ -59,7 +61,7 @@ class Server:
         assert status == 200, data
         dims = [int(size) for size in headers["x-tensor-dims"].split(",") if size]
         dtype = headers["x-tensor-dtype"]
-        return np.frombuffer(data, DTYPES.get(dtype, dtype)).reshape(dims)
+        return np.frombuffer(data, dtype_of(DTYPES.get(dtype, dtype))).reshape(dims)
 
     def put(
         self, path: str, data: Any, kind: str = "text/plain", *, replace: bool = False

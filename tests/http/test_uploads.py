@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import socket
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +13,13 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
-from tests.cluster.daemons import until
+from tenplexfs.core.build import build_ptc
+from tenplexfs.formats.layout_json import parse_layout
+from tests.cluster.daemons import check, until
 from tests.http.jobs import FILES, LAYOUT, ONE, state_of
 from tests.http.tenplex import listed, same
+from tests.runtime.cluster import LAYOUT as EVERY_KIND
+from tests.states import shard_of, tensors_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.mount]
 
@@ -138,6 +143,28 @@ def test_all_ranks_at_once_each_for_itself(node):
             assert sum("is committed" in line for line in lines) == 1, lines
     for rank in (0, 7):
         assert same(node.http.load(name, rank)[0], listed({**state_of(rank // 4, 2), "rank": rank}))
+
+
+def test_shards_of_every_kind(node):
+    """Padded, flat, tied, of any type, in stages; the oracle cuts whole tensors element by element."""
+    layout = {**EVERY_KIND, "nodes": {"node0": [0, 1, 2, 3]}}
+    name = node.job(layout)
+    ptc = build_ptc(parse_layout(json.dumps(layout)))
+    whole = tensors_of(ptc, 1)
+    shards = {
+        (rank, path): shard_of(ptc, rank, path, whole[ptc.tensors[path].path])
+        for rank in ptc.ranks()
+        for path in ptc.rank_paths(rank)
+    }
+    for (rank, path), shard in shards.items():
+        status, line = node.http.put_tensor(f"/job/{name}/save/{rank}/{path}.numpy.ndarray", shard)
+        assert status == 200, (path, line)
+    assert "is committed" in node.http.done(name, 1)
+    assert check(node.daemon.mount, name, whole) > len(shards)
+    for (rank, path), shard in shards.items():
+        found = node.http.tensor(f"/job/{name}/load/{rank}/{path}.numpy.ndarray")
+        assert (found.shape, found.tobytes()) == (shard.shape, shard.tobytes())
+    assert node.daemon.ok("verify")["mismatches"] == []
 
 
 def test_many_clients_upload_at_once_in_bounded_memory(node):
