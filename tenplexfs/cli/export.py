@@ -17,13 +17,11 @@ from tenplexfs.cli.session import Session, command
 from tenplexfs.client.connection import Place
 from tenplexfs.client.regions import RegionOf
 from tenplexfs.client.whole import WholeSnapshot
-from tenplexfs.core.build import build_ptc
 from tenplexfs.core.paths import name_of_path
 from tenplexfs.core.ptc import PTC, Tensor
 from tenplexfs.core.snapshot import check_job_name, parse_snapshot
 from tenplexfs.daemon.settings import parse_size
 from tenplexfs.errors import CorruptError, ExistsError, NotFoundError, TenplexError, UsageError
-from tenplexfs.formats.layout_json import parse_layout
 from tenplexfs.formats.model_files import INDEX, SINGLE, ModelFiles, files_of_index, lay_out_files
 from tenplexfs.formats.safetensors_file import FileLayout
 from tenplexfs.storage.sums import as_bytes
@@ -75,8 +73,7 @@ def export(
         daemon.job(name)  # says what is wrong, if something is
         socket = daemon.socket
     with WholeSnapshot(Place(Path(), name, None, None), step=at, socket=socket) as snapshot:
-        ptc = build_ptc(parse_layout(snapshot.layout_json))
-        chosen = _choose(ptc, rank, below, only)
+        chosen = _choose(snapshot.ptc, rank, below, only)
         if not chosen.tensors:
             raise NotFoundError(f"job {name}: no tensor is to be exported: {_wanted(rank, below, only)}")
         size = None if file else _shard_bytes(shard_size)
@@ -85,7 +82,7 @@ def export(
         content = _content(name, snapshot.snapshot, rank)
         total = sum(layout.size for layout in files.layouts.values())
         with show.bytes_bar(f"export {name}", total, quiet=session.json) as count:
-            writing = _Writing(snapshot, ptc, rank, chosen.tensors, count)
+            writing = _Writing(snapshot, rank, chosen.tensors, count)
             new = _new_files(files, values, content, writing.parts)
             _write(place, new, force=force)
     content |= {
@@ -229,7 +226,6 @@ class _Writing:
     """Reads what goes into the files, and counts it."""
 
     snapshot: WholeSnapshot
-    ptc: PTC
     rank: int | None
     tensors: Mapping[str, tuple[str, str, tuple[int, ...]]]
     count: Callable[[int], None]
@@ -249,11 +245,10 @@ class _Writing:
     def _data(self, layout: FileLayout) -> Iterator[memoryview]:
         paths = [self.tensors[path][0] for path in layout.paths]
         if self.rank is None:
-            whole = [_whole(self.ptc.tensors[path]) for path in paths]
+            whole = [_whole(self.snapshot.ptc.tensors[path]) for path in paths]
             yield from map(as_bytes, self.snapshot.parts(whole))
         else:
-            for path in paths:
-                yield as_bytes(self.snapshot.shard(self.ptc, self.rank, path))
+            yield from map(as_bytes, self.snapshot.shards(self.rank, paths))
 
 
 def _whole(tensor: Tensor) -> RegionOf:

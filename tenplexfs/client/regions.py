@@ -169,6 +169,12 @@ class OpenSnapshot:
         self.is_closed = True
         self._connection.close()
 
+    def hold(self) -> None:
+        """Keeps it on all nodes from now on; otherwise that begins with the first `read`."""
+        _, fds = self._connection.ask_fds("regions.read", items=[], uses=1)
+        for fd in fds:
+            os.close(fd)
+
     def document(self, index: int) -> bytes:
         """Returns the structure of the ranks whose ``of_rank`` is ``index``."""
         found: bytes = self._connection.ask("regions.document", index=index)["document"]
