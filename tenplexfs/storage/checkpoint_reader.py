@@ -14,7 +14,7 @@ import xxhash
 from tenplexfs.core.dtypes import dtype_of
 from tenplexfs.core.region import Boxes
 from tenplexfs.core.snapshot import SnapshotId
-from tenplexfs.errors import CorruptError, NotFoundError
+from tenplexfs.errors import CorruptError, InvalidError, NotFoundError
 from tenplexfs.formats.checkpoint import (
     BLOCK_BYTES,
     LAYOUT,
@@ -67,8 +67,12 @@ class OpenCheckpoint:
         Raises:
             NotFoundError: It is not complete, or gone.
             CorruptError: Something is not what its sum says.
+            InvalidError: It is of another version.
         """
-        manifest = Checkpoint.decode(place.get(MANIFEST))
+        try:
+            manifest = Checkpoint.decode(place.get(MANIFEST))
+        except (CorruptError, InvalidError) as error:
+            raise type(error)(f"{place.url}/{error.message}; take another step (--step)") from error
         layout, values = place.get(LAYOUT), place.get(VALUES)
         for name, data, wanted in (
             (LAYOUT, layout, manifest.layout_sum),

@@ -17,16 +17,18 @@ from tenplexfs.errors import (
     UnavailableError,
 )
 
-__all__ = ["INDEXES", "OBJECTS", "REGISTRY", "SEGMENTS", "Directory"]
+__all__ = ["CLUSTER", "INDEXES", "OBJECTS", "REGISTRY", "SEGMENTS", "Directory"]
 
 OBJECTS = "objects"
 SEGMENTS = "segments"
 REGISTRY = "registry"
 INDEXES = "indexes"
+CLUSTER = "cluster"
+"""Has the name of the registry that this store belongs to."""
 _LOCK = "lock"
 _MANIFEST = "manifest.msgpack"
 _ASIDE = "manifest.next"
-_OURS = {OBJECTS, SEGMENTS, REGISTRY, INDEXES, _LOCK, _MANIFEST, _ASIDE}
+_OURS = {OBJECTS, SEGMENTS, REGISTRY, INDEXES, _LOCK, _MANIFEST, _ASIDE, CLUSTER, f"{CLUSTER}.next"}
 
 
 class Directory:

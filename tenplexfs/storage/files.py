@@ -14,21 +14,19 @@ import os
 import threading
 import time
 import weakref
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from tenplexfs.errors import CorruptError, NoRoomError, StaleError
 from tenplexfs.storage.directory import OBJECTS, SEGMENTS
 from tenplexfs.storage.holders import is_alone
+from tenplexfs.storage.spares import Spare, Spares, pages
 
 __all__ = ["FileTable", "Pressure"]
-
-_PAGE = mmap.PAGESIZE
 
 
 class Pressure(Protocol):
@@ -41,14 +39,6 @@ class Pressure(Protocol):
     def holders(self) -> Sequence[str]:
         """Returns who holds what could be freed otherwise: process ids, with names."""
         ...
-
-
-class _Spare(NamedTuple):
-    """A file that is nobody's, and since when."""
-
-    name: str
-    size: int
-    since_s: float
 
 
 class FileTable:
@@ -85,7 +75,7 @@ class FileTable:
         self._dying_bytes = 0
         self._unlinked: list[tuple[int, list[weakref.ref[mmap.mmap]]]] = []
         self._lingering: list[tuple[int, int]] = []  # unlinked, and held by other processes: size, descriptor
-        self._spares: dict[str, _Spare] = {}  # by name, the oldest first
+        self._spares = Spares()
         self._used_again: set[str] = set()
 
     def adopt(self, wanted: Mapping[str, int]) -> None:
@@ -107,7 +97,7 @@ class FileTable:
                 raise CorruptError(f"store {self._root}: {name} {found}, the manifest needs {size}")
         for name in present.keys() - wanted.keys():
             (self._root / name).unlink()
-        self._bytes = {name: _pages(present[name]) for name in wanted}
+        self._bytes = {name: pages(present[name]) for name in wanted}
 
     @property
     def used_bytes(self) -> int:
@@ -119,7 +109,7 @@ class FileTable:
     def spare_bytes(self) -> int:
         """Bytes of files that are kept to be used again, and given back for whatever needs the room."""
         with self._lock:
-            return sum(_pages(spare.size) for spare in self._spares.values())
+            return self._spares.nbytes
 
     def allocate(self, wanted: Sequence[tuple[str, int]], *, recycle: bool = False) -> list[str]:
         """Makes a file for each (kind, size): all or none. They are zeros, and named once.
@@ -131,19 +121,19 @@ class FileTable:
         Raises:
             NoRoomError: They would pass the limit, or the file system is full.
         """
-        needed = sum(_pages(size) for _, size in wanted)
+        needed = sum(pages(size) for _, size in wanted)
         self._make_room(needed)
         with self._lock:
             used = self._used()
             if used + needed > self._limit_bytes:
                 raise self._no_room(needed, used, "the limit")
-            spares = self._take_spares(wanted) if recycle else {}
+            spares = self._spares.take(wanted) if recycle else {}
             names = [
                 spares[i].name if i in spares else self._new_name(kind) for i, (kind, _) in enumerate(wanted)
             ]
-            too_many = self._pop_spares(self._limit_bytes - used - needed)
+            too_many = self._spares.pop_to(self._limit_bytes - used - needed)
             for name, (_, size) in zip(names, wanted, strict=True):
-                self._bytes[name] = _pages(size)
+                self._bytes[name] = pages(size)
             self._names.update(names)
             self._used_again.update(spare.name for spare in spares.values())
         self._unlink(too_many)
@@ -152,7 +142,7 @@ class FileTable:
                 if i not in spares:
                     self._when_room(partial(_make, self._root / name, size))
                 elif spares[i].size != size:
-                    self._when_room(partial(_resize, self._root / name, spares[i].size, size))
+                    self._when_room(partial(self._resize, name, spares[i].size, size))
         except OSError as error:
             self.let_go(names)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -193,9 +183,7 @@ class FileTable:
         """Unlinks what nothing has come for in ``idle_s``; returns whether there was anything."""
         until_s = self._clock() - idle_s
         with self._lock:
-            idle = [spare for spare in self._spares.values() if spare.since_s <= until_s]
-            for spare in idle:
-                del self._spares[spare.name]
+            idle = self._spares.pop_since(until_s)
         self._unlink(idle)
         return bool(idle)
 
@@ -208,46 +196,22 @@ class FileTable:
                 raise
             make()
 
-    def _take_spares(self, wanted: Sequence[tuple[str, int]]) -> dict[int, _Spare]:
-        """Returns which of ``wanted`` get which spare file: of their size, else of about their size."""
-        known: dict[tuple[str, int], list[_Spare]] = {}
-        for spare in self._spares.values():
-            known.setdefault((spare.name.partition("/")[0], spare.size), []).append(spare)
-        taken: dict[int, _Spare] = {}
+    def _resize(self, name: str, before: int, size: int) -> None:
+        """Cuts or grows a file that was spare, or makes another one if somebody has found it meanwhile."""
+        path = self._root / name
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if not is_alone(fd):
+                path.unlink()
+                _make(path, size)
+            elif size < before:
+                os.ftruncate(fd, size)
+            else:
+                os.posix_fallocate(fd, 0, size)
+        finally:
+            os.close(fd)
 
-        def take(i: int, key: tuple[str, int]) -> None:
-            taken[i] = known[key].pop()  # the one that was used last: what is too many grows old
-            del self._spares[taken[i].name]
-            if not known[key]:
-                del known[key]
-
-        for i, key in enumerate(wanted):
-            if key in known:
-                take(i, key)
-        sizes = sorted(known)
-        for i, (kind, size) in enumerate(wanted) if sizes else ():
-            if i in taken:
-                continue
-            at = bisect_left(sizes, (kind, size))
-            near = sizes[max(0, at - 1) : at + 1]
-            near = [key for key in near if key[0] == kind and size <= 2 * key[1] <= 4 * size]
-            if near:
-                take(i, near[-1])  # the smallest that is big enough, else the biggest
-                if near[-1] not in known:
-                    sizes.remove(near[-1])
-        return taken
-
-    def _pop_spares(self, room_bytes: int) -> list[_Spare]:
-        """Takes the oldest until the others have so much room."""
-        size = sum(_pages(spare.size) for spare in self._spares.values())
-        popped: list[_Spare] = []
-        while size > room_bytes and self._spares:
-            spare = self._spares.pop(next(iter(self._spares)))
-            size -= _pages(spare.size)
-            popped.append(spare)
-        return popped
-
-    def _unlink(self, spares: Iterable[_Spare]) -> None:
+    def _unlink(self, spares: Iterable[Spare]) -> None:
         for spare in spares:
             (self._root / spare.name).unlink(missing_ok=True)
 
@@ -289,13 +253,13 @@ class FileTable:
                     maps.append(weakref.ref(reader))
                 spare, fd = ends[name]
                 if spare is not None:
-                    self._spares[spare.name] = spare
+                    self._spares.add(spare)
                 elif fd is not None:
                     self._lingering.append((size, fd))
                 else:
                     self._unlinked.append((size, maps))
 
-    def _end(self, name: str, *, recycle: bool) -> tuple[_Spare | None, int | None]:
+    def _end(self, name: str, *, recycle: bool) -> tuple[Spare | None, int | None]:
         """Unlinks a file, unless it can be used again.
 
         Returns:
@@ -316,7 +280,7 @@ class FileTable:
             alone = not own and is_alone(fd)
             if alone and recycle:
                 os.fchmod(fd, 0o600)
-                return _Spare(spare, os.fstat(fd).st_size, self._clock()), None
+                return Spare(spare, os.fstat(fd).st_size, self._clock()), None
             with suppress(FileNotFoundError):
                 os.unlink(path)  # noqa: PTH108
             if not alone and not own:
@@ -390,18 +354,3 @@ def _make(path: Path, size: int) -> None:
         raise
     finally:
         os.close(fd)
-
-
-def _resize(path: Path, before: int, size: int) -> None:
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        if size < before:
-            os.ftruncate(fd, size)
-        else:
-            os.posix_fallocate(fd, 0, size)
-    finally:
-        os.close(fd)
-
-
-def _pages(size: int) -> int:
-    return -(-size // _PAGE) * _PAGE

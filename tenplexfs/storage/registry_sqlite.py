@@ -31,6 +31,7 @@ CREATE TABLE IF NOT EXISTS locks (
     expires REAL NOT NULL
 );
 CREATE TABLE IF NOT EXISTS nodes (info TEXT PRIMARY KEY, ttl_s REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS names (what TEXT PRIMARY KEY, name TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 INSERT OR IGNORE INTO counters VALUES ('revision', 0);
 """
@@ -96,6 +97,13 @@ class SqliteRegistry:
         """Gives the file back."""
         with self._mutex:
             self._db.close()
+
+    def name(self, proposed: str) -> str:
+        """Returns the registry's name, ``proposed`` if it had none."""
+        with self._transaction() as db:
+            db.execute("INSERT OR IGNORE INTO names VALUES ('cluster', ?)", (proposed,))
+            (name,) = db.execute("SELECT name FROM names WHERE what = 'cluster'").fetchone()
+        return str(name)
 
     def heads(self) -> tuple[int, dict[JobName, Head]]:
         """Returns the current revision and the head of every job as of it."""

@@ -29,7 +29,7 @@ from tenplexfs.formats.checkpoint import (
     encode_files,
     snapshot_of_directory,
 )
-from tenplexfs.storage.checkpoint_reader import BlockReader, cuts_of, find_steps, index_of
+from tenplexfs.storage.checkpoint_reader import BlockReader, OpenCheckpoint, cuts_of, find_steps, index_of
 from tenplexfs.storage.places import Place, check_url
 from tests.storage import persist_driver
 
@@ -168,6 +168,12 @@ def test_cuts_of_big_boxes_are_small():
     cuts = list(cuts_of(local, box))
     assert sum(math.prod(cut.shape) for cut in cuts) == 3 * 3 * ((1 << 17) - 3)
     assert max(cut.end - cut.begin for cut in cuts) <= 4 << 20
+
+
+def test_a_torn_manifest_says_where_it_is(tmp_path):
+    (tmp_path / MANIFEST).write_bytes(b"{")
+    with pytest.raises(CorruptError, match=rf"{tmp_path}/{MANIFEST}: .*; take another step"):
+        OpenCheckpoint.open(Place(str(tmp_path)))
 
 
 def test_a_manifest_says_whether_it_is_whole(tmp_path, arrays):

@@ -136,6 +136,17 @@ def test_what_is_spare_is_used_for_about_its_size(small_tmpfs, had, wanted, agai
     assert files.used_bytes == 0
 
 
+def test_a_spare_file_that_somebody_has_found_is_not_cut(small_tmpfs):
+    files = table(small_tmpfs)
+    inode = spare(files, small_tmpfs, "objects", 4 * PAGE)
+    (found,) = (small_tmpfs / "objects").iterdir()
+    with found.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        (name,) = files.allocate([("objects", 3 * PAGE)], recycle=True)
+        assert (small_tmpfs / name).stat().st_ino != inode
+        assert mapped[:] == b"x" * (4 * PAGE)
+    assert (small_tmpfs / name).read_bytes() == bytes(3 * PAGE)
+
+
 def test_the_nearest_size_comes_first_and_exact_ones_are_not_taken_for_others(small_tmpfs):
     files = table(small_tmpfs)
     inodes = {size: spare(files, small_tmpfs, "objects", size) for size in (3 * PAGE, 4 * PAGE, 6 * PAGE)}
