@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tenplexfs.core.snapshot import JobName, SnapshotId, TxId
+from tenplexfs.core.snapshot import Head, JobName, SnapshotId, TxId
+from tenplexfs.formats.pauses import paused_of
+from tenplexfs.runtime.orders import Description
 from tenplexfs.runtime.planning import Resolved, Target
 
 __all__ = ["Change", "Saved", "State"]
@@ -30,6 +32,10 @@ class Change:
     request_id: str = ""
     arguments: bytes = b""
     paused: str | None = None
+
+    def is_so(self, wanted: Resolved, head: Head, known: Description) -> bool:
+        """Returns whether the job, at ``head``, is under the layout ``wanted`` already, paused or not."""
+        return wanted.digest == head.layout_digest and paused_of(known.settings_json) == self.paused
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,17 @@ from tenplexfs.errors import (
     ConflictError,
     ExistsError,
     InvalidError,
-    NotFoundError,
     TenplexError,
     UnavailableError,
 )
 from tenplexfs.formats.dataset_settings import begin_datasets, plain_settings, plan_datasets
 from tenplexfs.formats.lineage import branch_off
-from tenplexfs.formats.pauses import paused_of, with_paused
+from tenplexfs.formats.pauses import with_paused
 from tenplexfs.formats.requests import Request, add_request, has_request, with_birth
 from tenplexfs.runtime.asking import describe_any
 from tenplexfs.runtime.changes import Change, Saved, State
 from tenplexfs.runtime.compute import Compute
-from tenplexfs.runtime.heads import HeadMover
+from tenplexfs.runtime.heads import HeadMover, existing
 from tenplexfs.runtime.orders import Description, NodeCalls, Progress, Report
 from tenplexfs.runtime.planning import Resolved, Target, plan_summary, regroup_values, resolve
 from tenplexfs.runtime.protocols import Lock, Registry
@@ -124,12 +123,13 @@ class Coordinator:
         """
         report(Progress("planning"))
         job, request = change.job, Request(change.job, change.request_id, change.arguments)
+        told: dict[Head, Description] = {}
         if stop is not None:
             # Without the lock, for what they save on their way commits under it.
-            now = _existing(job, await self._heads.current(job))
-            known = await self.describe(job, now)
+            now = existing(job, await self._heads.current(job))
+            told[now] = known = await self.describe(job, now)
             found = await self._wanted(change, now, known)
-            if not has_request(known.settings_json, request) and not _is_so(change, found, now, known):
+            if not has_request(known.settings_json, request) and not change.is_so(found, now, known):
                 check_expected(now, change.expected_generation)
                 self._check_known(found)
                 if not await self.recovery.has_lost_ranks(job, now, needed=found.nodes):
@@ -137,15 +137,15 @@ class Coordinator:
                 report(Progress("planning"))
 
         async def body(lock: Lock, head: Head | None) -> Head:
-            head = _existing(job, head)
-            known = await self.describe(job, head)
+            head = existing(job, head)
+            known = told.get(head) or await self.describe(job, head)
             if has_request(known.settings_json, request):
                 return head
             wanted = await self._wanted(change, head, known)
             survey = await self.recovery.survey(job, head, needed=wanted.nodes)
             if survey.lost:
                 wanted = await self._wanted(change, head, known, lost=survey.lost)
-            if _is_so(change, wanted, head, known) and not survey.empty:
+            if change.is_so(wanted, head, known) and not survey.empty:
                 return head
             check_expected(head, change.expected_generation)
             self._check_known(wanted)
@@ -213,7 +213,7 @@ class Coordinator:
         snapshot = saved.snapshot
 
         async def body(lock: Lock, head: Head | None) -> Head:
-            head = _existing(saved.job, head)
+            head = existing(saved.job, head)
             if head.snapshot == snapshot:
                 return head
             now = head.snapshot
@@ -228,7 +228,7 @@ class Coordinator:
 
     async def plan(self, change: Change, *, operations: bool) -> dict[str, object]:
         """Returns what `reconfigure` would move, as ``plan --json`` prints it; changes nothing."""
-        head = _existing(change.job, await self._heads.current(change.job))
+        head = existing(change.job, await self._heads.current(change.job))
         base = await self.describe(change.job, head)
         wanted = await self._wanted(change, head, base)
         summary = await self._compute(
@@ -276,7 +276,7 @@ class Coordinator:
         request = Request(job, request_id, arguments)
 
         async def body(lock: Lock, head: Head | None) -> Head:
-            head = _existing(job, head)
+            head = existing(job, head)
             if lost is not None and lost.snapshot != head.snapshot:
                 raise ConflictError(f"job {job}: is at {head.snapshot} by now")
             known = lost or await self.describe(job, head)
@@ -323,7 +323,7 @@ class Coordinator:
         request = Request(job, request_id, arguments)
 
         async def body(lock: Lock, head: Head | None) -> Head:
-            head = _existing(job, head)
+            head = existing(job, head)
             known = await self.describe(job, head)
             if has_request(known.settings_json, request):
                 return head
@@ -372,7 +372,7 @@ class Coordinator:
         Raises:
             NotFoundError: No such job.
         """
-        head = _existing(job, await self._heads.current(job))
+        head = existing(job, await self._heads.current(job))
         return head, await self.describe(job, head)
 
     async def describe(self, job: JobName, head: Head) -> Description:
@@ -399,13 +399,3 @@ class Coordinator:
 
     def _owner(self, request: Request) -> str:
         return f"{self._node}:{request.key or self._new_txid()}"
-
-
-def _is_so(change: Change, wanted: Resolved, head: Head, known: Description) -> bool:
-    return wanted.digest == head.layout_digest and paused_of(known.settings_json) == change.paused
-
-
-def _existing(job: JobName, head: Head | None) -> Head:
-    if head is None:
-        raise NotFoundError(f"job {job}: no such job")
-    return head

@@ -10,10 +10,10 @@ import trio
 
 from tenplexfs.core.coordination import Commitment, Next, Reply
 from tenplexfs.core.snapshot import Head, JobName
-from tenplexfs.errors import ConflictError, TenplexError, UnavailableError
+from tenplexfs.errors import ConflictError, NotFoundError, TenplexError, UnavailableError
 from tenplexfs.runtime.protocols import Lock, Registry
 
-__all__ = ["HeadMover"]
+__all__ = ["HeadMover", "existing"]
 
 log = logging.getLogger(__name__)
 
@@ -171,3 +171,14 @@ class HeadMover:
 
 def _away(job: JobName, error: UnavailableError) -> UnavailableError:
     return UnavailableError(f"job {job}: the registry is away, nothing switches: {error}")
+
+
+def existing(job: JobName, head: Head | None) -> Head:
+    """Returns ``head``.
+
+    Raises:
+        NotFoundError: There is none.
+    """
+    if head is None:
+        raise NotFoundError(f"job {job}: no such job")
+    return head
