@@ -155,7 +155,8 @@ def parts(at: Context) -> None:
         sizes.append(sum(each.nbytes for each in wanted))
         return real(fds, wanted)
 
-    regions._arrays_of, regions._BATCH_BYTES = counted, limit
+    regions._arrays_of = counted
+    regions.OpenSnapshot.read.__kwdefaults__["batch_bytes"] = limit
     placements: list[list[Any]] = [[Replicate()], [Shard(1)]]
     for placed in placements:
         wanted = {
