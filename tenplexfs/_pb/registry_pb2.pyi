@@ -26,6 +26,18 @@ class Head(_message.Message):
     nodes: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., layout_digest: _Optional[str] = ..., nodes: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class NameRequest(_message.Message):
+    __slots__ = ("proposed",)
+    PROPOSED_FIELD_NUMBER: _ClassVar[int]
+    proposed: str
+    def __init__(self, proposed: _Optional[str] = ...) -> None: ...
+
+class NameReply(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
 class HeadsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -35,6 +35,11 @@ class RegistryStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Name = channel.unary_unary(
+                '/tenplexfs.v1.Registry/Name',
+                request_serializer=tenplexfs_dot_v1_dot_registry__pb2.NameRequest.SerializeToString,
+                response_deserializer=tenplexfs_dot_v1_dot_registry__pb2.NameReply.FromString,
+                _registered_method=True)
         self.Heads = channel.unary_unary(
                 '/tenplexfs.v1.Registry/Heads',
                 request_serializer=tenplexfs_dot_v1_dot_registry__pb2.HeadsRequest.SerializeToString,
@@ -95,6 +100,13 @@ class RegistryStub:
 class RegistryServicer:
     """The embedded registry, served by the one daemon that owns its file.
     """
+
+    def Name(self, request, context):
+        """Which cluster it is of: what was proposed first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Heads(self, request, context):
         """Missing associated documentation comment in .proto file."""
@@ -172,6 +184,11 @@ class RegistryServicer:
 
 def add_RegistryServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Name': grpc.unary_unary_rpc_method_handler(
+                    servicer.Name,
+                    request_deserializer=tenplexfs_dot_v1_dot_registry__pb2.NameRequest.FromString,
+                    response_serializer=tenplexfs_dot_v1_dot_registry__pb2.NameReply.SerializeToString,
+            ),
             'Heads': grpc.unary_unary_rpc_method_handler(
                     servicer.Heads,
                     request_deserializer=tenplexfs_dot_v1_dot_registry__pb2.HeadsRequest.FromString,
@@ -238,6 +255,33 @@ def add_RegistryServicer_to_server(servicer, server):
 class Registry:
     """The embedded registry, served by the one daemon that owns its file.
     """
+
+    @staticmethod
+    def Name(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tenplexfs.v1.Registry/Name',
+            tenplexfs_dot_v1_dot_registry__pb2.NameRequest.SerializeToString,
+            tenplexfs_dot_v1_dot_registry__pb2.NameReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Heads(request,

@@ -51,6 +51,7 @@ from tenplexfs.rpc.ranges import Scatter
 from tenplexfs.rpc.registry_client import LocalRegistry, RemoteRegistry
 from tenplexfs.rpc.registry_service import ServedRegistry
 from tenplexfs.rpc.tls import Access, Identity, read_token
+from tenplexfs.runtime.belonging import OwnRegistry
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.coordinator import Coordinator
 from tenplexfs.runtime.datasets import Datasets
@@ -61,7 +62,7 @@ from tenplexfs.runtime.living import Living
 from tenplexfs.runtime.member import Member
 from tenplexfs.runtime.namespace import Namespace, StoreNumbers
 from tenplexfs.runtime.rebuilding import Rebuilder
-from tenplexfs.storage.directory import INDEXES, REGISTRY
+from tenplexfs.storage.directory import CLUSTER, INDEXES, REGISTRY
 from tenplexfs.storage.registry_sqlite import SqliteRegistry
 from tenplexfs.storage.samples.recipe import make_reader
 from tenplexfs.storage.store import Store
@@ -131,7 +132,13 @@ async def _start(
     config = await join(config, access)
     client = PeerClient(config.peers, credentials=access.channel, context=access.context, token=access.token)
     stack.callback(client.close)
-    registry, own_registry = _registry(config, access, stack)
+    named, own_registry = _registry(config, access, stack)
+    registry = OwnRegistry(
+        named,
+        config.store / CLUSTER,
+        has_state=lambda: any(stored.committed for stored in store.snapshots()),
+        new_name=_new_txid,
+    )
     given = () if config.join is not None else config.peers
     nodes = Nodes(config.node, client, {config.node: config.advertise, **config.peers}, given)
     leases, keeper, metrics = LeaseTable(), LeaseKeeper(Leasing(client)), Metrics()

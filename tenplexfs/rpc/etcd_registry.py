@@ -5,7 +5,7 @@ watcher who comes late still hears of it; ``<prefix>/locks/<job>`` holds the own
 its lease. A lock's token is the revision that made its key, which an etcd that was made anew may come to
 again: a lock is known by token and owner. The head moves in one transaction that compares both: the head was
 not written since it was read, and the lock is the one that was taken. ``<prefix>/nodes/<node>`` holds what a
-living node says of itself, and lives as long as its lease.
+living node says of itself, and lives as long as its lease. ``<prefix>/cluster`` is the registry's name.
 """
 
 from __future__ import annotations
@@ -56,10 +56,18 @@ class EtcdRegistry:
 
     def __init__(self, etcd: Etcd, *, prefix: str = "tenplexfs") -> None:
         self._etcd = etcd
+        self._name = f"{prefix}/cluster"
         self._heads = f"{prefix}/heads/"
         self._locks = f"{prefix}/locks/"
         self._nodes = f"{prefix}/nodes/"
         self._leases: dict[NodeInfo, int] = {}
+
+    async def name(self, proposed: str) -> str:
+        """Returns the registry's name, ``proposed`` if it had none."""
+        put = {"request_put": {"key": _encoded(self._name), "value": _encoded(proposed)}}
+        said = _range(self._name)
+        reply = await self._txn([_compare(self._name, "CREATE", 0)], [put, said], [said])
+        return _only(reply["responses"][-1]).value.decode(errors="replace")
 
     async def heads(self) -> tuple[int, dict[JobName, Head]]:
         """Returns the current revision and the head of every job as of it."""

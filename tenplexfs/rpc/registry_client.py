@@ -39,6 +39,10 @@ class LocalRegistry:
         self._changed = trio.Event()
         self._moved = trio.Event()  # of nodes
 
+    async def name(self, proposed: str) -> str:
+        """Returns the registry's name, ``proposed`` if it had none."""
+        return await trio.to_thread.run_sync(self._core.name, proposed)
+
     async def heads(self) -> tuple[int, dict[JobName, Head]]:
         """Returns the current revision and the head of every job as of it."""
         return await trio.to_thread.run_sync(self._core.heads)
@@ -138,6 +142,10 @@ class RemoteRegistry:
             return await in_thread(run, limiter=self._limiter)
         except (TimedOutError, DeniedError) as error:
             raise UnavailableError(error.message) from error
+
+    async def name(self, proposed: str) -> str:
+        """Returns the registry's name, ``proposed`` if it had none."""
+        return str((await self._call("Name", registry_pb2.NameRequest(proposed=proposed))).name)
 
     async def heads(self) -> tuple[int, dict[JobName, Head]]:
         """Returns the current revision and the head of every job as of it."""

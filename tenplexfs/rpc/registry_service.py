@@ -9,15 +9,15 @@ from typing import Protocol
 from tenplexfs._pb import registry_pb2
 from tenplexfs.core.snapshot import JobName, NodeInfo, NodeName, check_job_name
 from tenplexfs.errors import InvalidError
-from tenplexfs.rpc.messages import head_of, head_to_pb, node_of, node_to_pb
-from tenplexfs.runtime.protocols import Lock, NodeRegistry, Registry
+from tenplexfs.rpc.messages import check_txid, head_of, head_to_pb, node_of, node_to_pb
+from tenplexfs.runtime.protocols import Lock, NamedRegistry, NodeRegistry, Registry
 
 __all__ = ["RegistryService", "ServedRegistry"]
 
 _LONGEST_S = 3600
 
 
-class ServedRegistry(Registry, NodeRegistry, Protocol):
+class ServedRegistry(Registry, NodeRegistry, NamedRegistry, Protocol):
     """What a daemon serves to others: heads, locks, nodes."""
 
 
@@ -26,6 +26,10 @@ class RegistryService:
 
     def __init__(self, registry: ServedRegistry) -> None:
         self._registry = registry
+
+    async def name(self, request: registry_pb2.NameRequest) -> registry_pb2.NameReply:
+        """Names the registry, or says its name."""
+        return registry_pb2.NameReply(name=await self._registry.name(check_txid(request.proposed)))
 
     async def heads(self, _: registry_pb2.HeadsRequest) -> registry_pb2.HeadsReply:
         """Returns every head, and the revision as of which they are."""

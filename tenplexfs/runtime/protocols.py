@@ -224,6 +224,14 @@ class Registry(Heads, Protocol):
         ...
 
 
+class NamedRegistry(Protocol):
+    """Which cluster it is of; every registry says so. Deadlines and UnavailableError as for `Registry`."""
+
+    async def name(self, proposed: str) -> str:
+        """Returns the registry's name: ``proposed`` if it had none before."""
+        ...
+
+
 class NodeRegistry(Protocol):
     """Which nodes live; every registry is one too. Deadlines and UnavailableError as for `Registry`."""
 

@@ -172,3 +172,19 @@ def test_a_hung_mount_is_freed(tmp_path):
         node.kill()
         node.start()
         node.wait()
+
+
+def test_a_store_hears_of_no_other_clusters_registry(tmp_path):
+    with Daemons(tmp_path, 1) as one:
+        (node,) = one.nodes
+        load_one(one)
+        node.ok("import", "gpt", str(tmp_path / "model.safetensors"))
+        named = node.store / "cluster"
+        until(named.exists)
+        node.stop()
+        named.write_text("f" * 16)
+        node.start()
+        node.wait()
+        until(lambda: "of another cluster (ffff" in (node.ok("status")["registry"]["away"] or ""))
+        assert node.run("job", "remove", "gpt")[0] == 3
+        check(node.mount, "gpt", WHOLE)

@@ -171,6 +171,17 @@ async def test_heads_move_by_compare_and_set(registries):
         assert (await registry.heads())[1] == {"bert": head(1, 0), "gpt": head(1)}
 
 
+async def test_the_first_name_stays(registries):
+    async with registries.open() as registry:
+        assert await registry.name("a" * 16) == "a" * 16
+        async with registries.another(registry) as other:
+            assert await other.name("b" * 16) == "a" * 16
+    registries.restart()
+    async with registries.open() as registry:
+        assert await registry.name("c" * 16) == "a" * 16
+        assert (await registry.heads())[1] == {}
+
+
 async def test_a_head_that_moved_is_a_conflict(registries):
     async with registries.open() as registry:
         await commit(registry, "gpt", None, head(1))

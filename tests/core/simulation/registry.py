@@ -25,6 +25,7 @@ class RegistryCore:
         self._living: dict[NodeInfo, tuple[float, float]] = {}
         self.history: list[tuple[str, Head | None, Head | None]] = []
         self.checks_lock = True
+        self._name = ""
 
     def close(self) -> None:
         """Nothing is lost."""
@@ -41,6 +42,10 @@ class RegistryCore:
         """Becomes another registry with the same heads, whose tokens count from ``tokens``."""
         self._locks.clear()
         self._tokens = tokens
+
+    def name(self, proposed: str) -> str:
+        self._name = self._name or proposed
+        return self._name
 
     def look(self, job: str) -> Standing:
         owner, token, _, end = self._locks.get(job, ("", 0, 0.0, 0.0))
