@@ -99,10 +99,8 @@ class Copier:
             yield placed.source.nbytes, lambda: self._write(fd, placed, pieces(lane, placed.source.value))
             return
         array = placed.source.array()
-        if not array.flags.c_contiguous:
-            yield array.nbytes, lambda: self._write(fd, placed, map(raw_bytes, _blocks(array)))
-        elif array.nbytes <= _PART_BYTES:
-            yield array.nbytes, lambda: self._write(fd, placed, self._buffered(raw_bytes(array)))
+        if array.nbytes <= _PART_BYTES or not array.flags.c_contiguous:
+            yield array.nbytes, lambda: self._write(fd, placed, self._buffered(array))
         else:
             yield from _part_tasks(fd, placed, raw_bytes(array))
 
@@ -132,19 +130,20 @@ class Copier:
         if state is not None:
             self.sums[placed.number] = state.intdigest()
 
-    def _buffered(self, view: memoryview) -> Iterator[memoryview]:
-        """Yields ``view`` block by block, in a buffer of this thread where it is to be summed up."""
+    def _buffered(self, array: Array) -> Iterator[memoryview]:
+        """Yields the bytes of ``array``, in a buffer of this thread where they are to be summed up."""
         if self._xxhash is None:
-            yield view
+            whole = array.flags.c_contiguous
+            yield from map(raw_bytes, [array] if whole else map(np.ascontiguousarray, _blocks(array)))
             return
         buffer = getattr(self._own, "buffer", None)
         if buffer is None:
             buffer = self._own.buffer = np.empty(_BLOCK_BYTES, np.uint8)
-        source = np.frombuffer(view, np.uint8)
-        for at in range(0, len(source), _BLOCK_BYTES):
-            block = source[at : at + _BLOCK_BYTES]
-            np.copyto(buffer[: len(block)], block)
-            yield buffer[: len(block)].data
+        flat = array.reshape(-1) if array.flags.c_contiguous else array
+        for block in _blocks(flat):
+            own = buffer[: block.nbytes]
+            np.copyto(own.view(block.dtype).reshape(block.shape), block)
+            yield own.data
 
 
 @cache
@@ -200,9 +199,9 @@ def _write(fd: int, buffers: Sequence[Buffer], offset: int) -> None:
 
 
 def _blocks(array: Array) -> Iterator[Array]:
-    """Yields contiguous copies of about a block each that, joined, are ``array`` in C order."""
+    """Yields views of at most a block each that, joined, are ``array`` in C order."""
     if array.nbytes <= _BLOCK_BYTES or array.ndim == 0:
-        yield np.ascontiguousarray(array)
+        yield array
         return
     row_bytes = array.nbytes // len(array)
     if row_bytes > _BLOCK_BYTES:
@@ -211,4 +210,4 @@ def _blocks(array: Array) -> Iterator[Array]:
         return
     rows = max(1, _BLOCK_BYTES // row_bytes)
     for begin in range(0, len(array), rows):
-        yield np.ascontiguousarray(array[begin : begin + rows])
+        yield array[begin : begin + rows]

@@ -180,8 +180,16 @@ def test_the_header_comes_last_and_says_that_all_is_written(tmp_path, monkeypatc
     assert len(copier.sums) == (name != "parts")
 
 
-def test_a_sum_is_that_of_what_was_written_though_the_tensor_changes_meanwhile(tmp_path, monkeypatch):
-    array = np.zeros(3 << 20, np.uint8)
+@pytest.mark.parametrize(
+    "view",
+    [
+        pytest.param(lambda base: base, id="whole"),
+        pytest.param(lambda base: base[:, : 3 << 17], id="rows of less than a block"),
+        pytest.param(lambda base: base[:, : 5 << 17], id="rows of more than a block"),
+    ],
+)
+def test_a_sum_is_that_of_what_was_written_though_the_tensor_changes_meanwhile(tmp_path, monkeypatch, view):
+    array = view(np.zeros((4, 3 << 18), np.uint8))
     file = tmp_path / "file"
     file.touch()
     pwritev = os.pwritev
@@ -197,7 +205,7 @@ def test_a_sum_is_that_of_what_was_written_though_the_tensor_changes_meanwhile(t
     task()
     os.close(fd)
     data = file.read_bytes()[128:]
-    assert len(set(data)) == 6 and copier.sums == {0: xxhash.xxh3_64_intdigest(data)}
+    assert len(set(data)) > 3 and copier.sums == {0: xxhash.xxh3_64_intdigest(data)}
 
 
 def fds_count() -> int:
