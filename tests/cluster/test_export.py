@@ -310,3 +310,28 @@ def test_an_object_store_takes_it(two, tmp_path, monkeypatch):
     same(read_all(*tmp_path.glob("model-*")), WHOLE)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {each.name for each in tmp_path.glob("model-*")}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_it(two, tmp_path):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_model
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    node = two.nodes[0]
+    wanted = {
+        "emb": torch.from_numpy(WHOLE["emb"].view(np.int32).copy()),
+        "norm": torch.from_numpy(WHOLE["norm"].view(np.int64).copy()),
+    }
+    for name, size in (("one", "5GB"), ("many", "300B")):
+        node.ok("export", "gpt", str(tmp_path / name), "--shard-size", size)
+        state = {"emb": torch.zeros(10, 6), "norm": torch.zeros((), dtype=torch.float64)}
+        checkpoint.load(state, storage_reader=HuggingFaceStorageReader(str(tmp_path / name)))
+        assert torch.equal(state["emb"].view(torch.int32), wanted["emb"])
+        assert torch.equal(state["norm"].view(torch.int64), wanted["norm"])
+    node.ok("export", "gpt", str(tmp_path / "tied.safetensors"), "--only", "[eh]*")
+    model = torch.nn.Module()
+    model.emb = model.head = torch.nn.Parameter(torch.zeros(10, 6))
+    assert load_model(model, tmp_path / "tied.safetensors") == (set(), [])
+    assert torch.equal(model.head.detach().view(torch.int32), wanted["emb"])
