@@ -35,7 +35,8 @@ LAYERS = 16
 COLUMNS = 1024
 READY_S = 60.0
 MESH = {"pp": 1, "dp": 1, "tp": 1}
-RATES, DELAYED = (200, 500, 1000), ((500, 1.0), (200, 10.0), (500, 10.0))
+ALL = ((200, 0.0, True), (500, 0.0, True), (1000, 0.0, False), (500, 1.0, False), (500, 10.0, False))
+"""Mbit/s, ms from host to host, and whether everything is moved through one node as well."""
 CENTRAL = (sys.executable, str(Path(__file__).with_name("central.py")))
 MOST, MOST_WIRE, MOST_GROWTH = 1.15, 1.03, 1.3
 
@@ -286,12 +287,12 @@ def draw(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 def changes(arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
     """Measures all changes at the rates and delays that were asked for."""
-    rates = [int(rate) for rate in arguments.rates.split(",")] if arguments.rates else None
-    plan = [(rate, arguments.delay or 0.0) for rate in rates or RATES]
-    if rates is None and arguments.delay is None:
-        plan += DELAYED
-    for rate, delay_ms in plan:
-        central = not arguments.no_central and delay_ms == (arguments.delay or 0.0)
+    plan: Sequence[tuple[int, float, bool]] = ALL
+    if arguments.rates or arguments.delay is not None:
+        rates = map(int, (arguments.rates or "200,500").split(","))
+        plan = [(rate, arguments.delay or 0.0, True) for rate in rates]
+    for rate, delay_ms, through_one in plan:
+        central = through_one and not arguments.no_central
         with daemons(4, rate, int(arguments.seconds * rate * 1e6 / 8), delay_ms) as cluster:
             print(f"\n4 hosts, links of {rate} Mbit/s, {cluster.net.delayed_by}, {said(cluster)}")
             heads = f"ratio <= {MOST}          wire / plan <= {MOST_WIRE}"
@@ -302,7 +303,7 @@ def changes(arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 def replicas(arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
     """Measures how data parallelism grows to 2, 4, 8, half as much state as a link carries in the time."""
-    rate = int(arguments.rates.split(",")[0]) if arguments.rates else RATES[0]
+    rate = int((arguments.rates or "200").split(",")[0])
     nbytes = int(arguments.seconds / 2 * rate * 1e6 / 8)
     with daemons(8, rate, nbytes, arguments.delay or 0.0) as cluster:
         print(
@@ -322,7 +323,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rates", help="Mbit/s of each link, each way; default 200,500,1000")
     parser.add_argument(
-        "--delay", type=float, metavar="MS", help="from host to host, one way; default 0, 1, 10"
+        "--delay",
+        type=float,
+        metavar="MS",
+        help="from host to host, one way; default 0, and 1 and 10 at 500 Mbit/s",
     )
     parser.add_argument("--seconds", type=float, default=8.0, help="state = what a link carries in that time")
     parser.add_argument("--rounds", type=int, default=3)
