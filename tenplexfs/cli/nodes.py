@@ -79,7 +79,9 @@ def drain(
         raise UnavailableError(f"node drain {node}: the daemon stopped answering; ask again")
     failed = {name: each["message"] for name, each in jobs.items() if each["outcome"] == "failed"}
     if last.phase == "failed" or failed:
-        why = "; ".join(f"job {name}: {message.removeprefix(f'job {name}: ')}" for name, message in failed.items())
+        why = "; ".join(
+            f"job {name}: {message.removeprefix(f'job {name}: ')}" for name, message in failed.items()
+        )
         raise PreconditionError(f"node drain {node}: {last.message}{': ' if why else ''}{why}", jobs=jobs)
 
     def person() -> None:
