@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tenplexfs.cli.client import Daemon as Client
 from tests.cluster.daemons import COMMAND, Daemon, Daemons, check, free_port, until
 from tests.cluster.ranks import all_do, ranks
 from tests.cluster.test_daemons import WHOLE, load, prepare
-from tests.runtime.cluster import layout_json
+from tests.runtime.cluster import layout_json, write_safetensors
 
 pytestmark = [
     pytest.mark.cluster,
@@ -117,11 +118,25 @@ def test_late_ranks_are_not_waited_for_and_what_only_their_node_has_comes_first(
     a.ok("import", "gpt", str(three.base / "model.safetensors"), "--step", "7")
     until(lambda: len(states(a)) == 3 and set(states(a).values()) == {"living"})
     before = a.job()["generation"]
+    same = {"w": {"shape": [4], "dtype": "float32"}}
+    file.write_bytes(
+        layout_json(nodes={"node0": [0], "node1": [1], "node2": [2]}, mesh={"dp": 3}, tensors=same)
+    )
+    write_safetensors(three.base / "same.safetensors", {"w": np.arange(4, dtype=np.float32)})
+    a.ok("job", "create", "same", "--layout", str(file))
+    a.ok("import", "same", str(three.base / "same.safetensors"))
     with ranks(a, a, b, c) as group:
         all_do(group, "load", 0)
         assert all_do(group, "should_stop", 8) == [False] * 4
         # they are asked to stop and do not ask again
-        job = c.ok("node", "drain", "node2", "--deadline", "3s")["jobs"]["gpt"]["job"]
+        jobs = c.ok("node", "drain", "node2", "--deadline", "3s")["jobs"]
+    job, paused = jobs["gpt"]["job"], jobs["same"]["job"]
+    # nobody has to move, and every replica that is left stays one
+    assert (paused["state"], set(paused["nodes"]), paused["survives_node_losses"]) == (
+        "paused",
+        {"node0", "node1"},
+        1,
+    )
     assert (job["step"], job["state"], job["mesh"]) == (7, "ready", {"pp": 2, "tp": 1})
     assert "node2" not in job["nodes"]
     assert job["generation"] == before + 2
