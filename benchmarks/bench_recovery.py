@@ -4,10 +4,11 @@
 
 The case of Tenplex (SOSP 2024, figure 12): (tp 4, pp 2, dp 2) on four nodes, of which one, two, three are
 lost (SIGKILL, store deleted). All daemons are on this machine; a fifth has the registry and no rank. Each
-round loses them twice. Once a scheduler asks for a layout of the others at once; the clock starts at the kill.
-Once it asks when the registry has missed them; that clock starts when it asks. Both stop when every new rank has
-loaded and touched its state. Against it stands what is done without copies: the job is made again of the last
-persisted step, loaded as well, and the steps since then are run again, at an assumed second each.
+round loses them twice. Once a scheduler asks for a layout of the others at once; the clock starts at the
+kill. Once it asks when the registry has missed them; that clock starts when it asks. Both stop when every
+new rank has loaded and touched its state. Against it stands what is done without copies: the job is made
+again of the last persisted step, loaded as well, and the steps since then are run again, at an assumed
+second each.
 """
 
 from __future__ import annotations
