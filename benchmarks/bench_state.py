@@ -72,7 +72,7 @@ def write_all(state: dict[str, np.ndarray], base: Path, *, fresh: bool) -> None:
         os.close(fd)
 
 
-def work(pipe: Connection, rank: int, count: int, job: Path, scratch: Path) -> None:
+def work(pipe: Connection, rank: int, count: int, mount: Path, scratch: Path) -> None:
     """One training process: does what it is told, answers how long it took."""
     state = state_of(rank, count)
     pipe.send(0.0)
@@ -86,8 +86,8 @@ def work(pipe: Connection, rank: int, count: int, job: Path, scratch: Path) -> N
         if what in ("fresh", "again"):
             mine.mkdir(exist_ok=True)
             write_all(state, mine, fresh=what == "fresh")
-        elif what == "new":
-            step = 0
+        elif what.startswith("new "):
+            job, step = mount / what.removeprefix("new "), 0
         elif what == "save":
             step += 1
             tenplexfs.save(state, job / "model" / str(rank), step=step)
@@ -119,12 +119,11 @@ def big(count: int) -> None:
         scratch = Path(directory)
         layout = scratch / "layout.json"
         layout.write_text(json.dumps(layout_of([state_of(r, count) for r in range(count)], node.name)))
-        job = ("bench", "--socket", node.socket)
         context = multiprocessing.get_context("spawn")
         pipes, processes = [], []
         for rank in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=work, args=(theirs, rank, count, node.mount / "bench", scratch))
+            process = context.Process(target=work, args=(theirs, rank, count, node.mount, scratch))
             process.start()
             processes.append(process)
             pipes.append(ours)
@@ -133,8 +132,9 @@ def big(count: int) -> None:
         size = sum(array.nbytes for r in range(count) for array in state_of(r, count).values())
         times: dict[str, list[float]] = {}
         for n in range(ROUNDS + 1):
+            job = (f"bench{n}", "--socket", node.socket)
             run("job", "create", *job, "--layout", layout)
-            tell(pipes, "new")
+            tell(pipes, f"new {job[0]}")
             # The steps that are kept, and the one before, are there before files are used again.
             for what in ("fresh", "save, fresh", "again", "save, fresh", "save, fresh", "save", *LAST):
                 took = tell(pipes, what.partition(",")[0] if what.startswith("save") else what)
