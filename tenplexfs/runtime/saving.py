@@ -184,9 +184,12 @@ class Saves:
 
         Raises:
             InvalidError: Something has not been written.
+            PreconditionError: It was sealed before.
         """
         attempt, files = rank.attempt, rank.files
         attempt.check()
+        if rank.is_sealed:
+            raise PreconditionError(f"save: rank {rank.request.rank} is sealed already")
         assert files is not None
         missing = len(files.names) - len(files.handed)
         if missing:

@@ -122,8 +122,14 @@ class SaveIngest:
         """Opens files for whoever fills them, and closes the descriptors.
 
         Headers that an earlier use left are blanked: who does not write them has not written the arrays.
+
+        Raises:
+            PreconditionError: It was sealed or dropped, or one is settled: its bytes stay as they are.
         """
         self._check_open()
+        for number in numbers if part.sums else ():
+            if not part.sums.keys().isdisjoint(part.arrangement.in_file[number]):
+                raise PreconditionError(f"{self._what}: file {number} of a rank is sealed already")
         fds: list[int] = []
         try:
             for number in numbers:
@@ -280,7 +286,7 @@ class SaveIngest:
                     arrays[key] = ref
                 count += len(slot.keys)
         if len(arrays) != count:
-            raise ExistsError(f"job {self._snapshot.job}, {self._snapshot.id}: a rank is there twice")
+            raise ExistsError(f"{self._what}: a rank is there twice")
         if self._held and not self._directory.in_memory:
             for name in (*self._held, OBJECTS, SEGMENTS):
                 self._directory.sync(name)
@@ -305,11 +311,13 @@ class SaveIngest:
             self._held.discard(name)
         self._files.let_go([name], recycle=True)
 
+    @property
+    def _what(self) -> str:
+        return f"job {self._snapshot.job}, {self._snapshot.id}"
+
     def _check_open(self) -> None:
         if not self._open:
-            raise PreconditionError(
-                f"job {self._snapshot.job}, {self._snapshot.id}: sealed or dropped already"
-            )
+            raise PreconditionError(f"{self._what}: sealed or dropped already")
 
 
 def _kept(part: RankFiles, number: int) -> tuple[RankFiles, int]:

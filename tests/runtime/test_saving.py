@@ -15,7 +15,7 @@ import trio.testing
 from tenplexfs.core.build import build_ptc
 from tenplexfs.core.membership import Mandate
 from tenplexfs.core.snapshot import Head, SnapshotId
-from tenplexfs.errors import ConflictError, NotFoundError
+from tenplexfs.errors import ConflictError, NotFoundError, PreconditionError
 from tenplexfs.formats.layout_json import parse_layout
 from tenplexfs.formats.values import Values
 from tenplexfs.runtime.attempts import Base, SavePart, SaveRequest
@@ -118,6 +118,19 @@ def test_a_save_that_is_given_up_while_it_is_staged_leaves_nothing(store):
     trio.run(main)
     assert store.snapshots() == ()
     assert store.used_bytes == 0
+
+
+def test_what_is_sealed_is_sealed_once(store):
+    async def main():
+        async with trio.open_nursery() as nursery:
+            rank = await saved(saves := saves_of(store, nursery), 1)
+            with pytest.raises(PreconditionError, match="rank 0 is sealed already"):
+                await saves.seal(rank, {0: 5})
+            await saves.stage(order_of(rank.attempt))
+            nursery.cancel_scope.cancel()
+
+    trio.run(main)
+    assert list(store.verify()) == []
 
 
 @pytest.mark.parametrize("is_committed", [False, True])

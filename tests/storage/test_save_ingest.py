@@ -190,6 +190,15 @@ def test_the_clients_sums_are_taken_for_what_only_it_could_write(store, copied):
     assert part.sums == (true if copied else {0: (1,), 1: (2,), 2: (3,)})
 
 
+def test_what_is_settled_is_handed_out_no_more(store):
+    ingest = store.save_ingest("j", SnapshotId(1, 1, "f" * 16), LAYOUT, 1, settings_json=b"")
+    part = ingest.reserve(arrangement_of(0))
+    fill_files(ingest, part, 7)
+    for number in range(len(part.names)):
+        with pytest.raises(PreconditionError, match=f"file {number} of a rank is sealed already"):
+            ingest.hand_out(part, [number])
+
+
 def test_what_somebody_can_still_write_is_copied_away(store):
     ingest = store.save_ingest("j", SnapshotId(1, 1, "f" * 16), LAYOUT, 1, settings_json=b"")
     part = ingest.reserve(arrangement_of(0))
@@ -263,7 +272,8 @@ def test_a_save_that_is_given_up_touches_no_file_that_is_used_again(store, late)
     padded = given_up.reserve(arrangement_of(1))
     numbers = range(len(padded.names))
     before = inodes(store, padded.names)
-    fill_files(given_up, padded, 5)
+    if late == "settle":
+        fill_files(given_up, padded, 5)
     next_one = store.save_ingest("j", SnapshotId(1, 1, "f" * 16), LAYOUT, 1, settings_json=b"")
     parts = []
 
