@@ -187,7 +187,8 @@ class JobTable:
 
     def _known(self) -> set[JobName]:
         """Returns the jobs that this node has committed bytes of, or a head."""
-        committed = {each.job for each in self._member.store.snapshots() if each.committed}
+        stored = self._member.store.snapshots()
+        committed = {each.job for each in stored if each.committed and not self._member.is_past(each.id.txid)}
         return (committed & self._stored()) | self._heads.keys()
 
     async def _show_last(self) -> None:

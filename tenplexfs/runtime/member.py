@@ -156,6 +156,10 @@ class Member:
         shown = self._shown.get(job)
         return [] if shown is None else [each.view for each in (shown, *self._past.shown_of(job))]
 
+    def is_past(self, txid: TxId) -> bool:
+        """Returns whether a snapshot was shown and is no more, and is here for who reads it still."""
+        return txid in self._past
+
     def past(self) -> list[Held]:
         """Returns the snapshots that are the newest no more, and still here."""
         return list(self._past.held())

@@ -154,6 +154,22 @@ def test_open_files_keep_their_bytes_and_the_daemon_ends_in_time(two):
     assert not is_mounted(node.mount)
 
 
+def test_a_job_is_made_again_at_once_though_files_of_the_one_before_are_open(two):
+    load(two)
+    first, second = two.nodes
+    rank = second.job()["nodes"]["node1"][0]
+    with next((second.mount / "gpt" / "model" / str(rank)).rglob("*.npy")).open("rb") as open_file:
+        was = open_file.read(4096)
+        for _ in range(3):
+            first.ok("job", "remove", "gpt")
+            second.ok("job", "create", "gpt", "--layout", str(two.base / "other.json"))
+        second.ok("import", "gpt", str(two.base / "model.safetensors"), "--step", "1")
+        open_file.seek(0)
+        assert open_file.read(4096) == was
+    for node in two.nodes:
+        check(node.mount, "gpt", WHOLE)
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
