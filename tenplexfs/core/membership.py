@@ -146,8 +146,8 @@ class Membership:
     def beyond(self, head: Head | None) -> SnapshotId | None:
         """Returns the newest that was the job's head, by what is here, if ``head`` is older: it is late news.
 
-        Else the registry has gone back, or the job was removed and another one made. What is past says nothing:
-        it is only still read, and the job may have been removed since.
+        Else the registry has gone back, or the job was removed and another one made. What is past says
+        nothing: it is only still read, and the job may have been removed since.
         """
         known = [part.id for txid, part in self.stored.items() if part.committed and txid not in self.in_use]
         known += [] if self.shown is None else [self.shown]
