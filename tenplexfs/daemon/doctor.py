@@ -104,8 +104,8 @@ def _daemon(config: Config) -> tuple[Finding, int | None]:
         return Finding(
             "daemon",
             "broken",
-            f"{config.socket} is that of node {reply.node}, this is {config.node}: give --node {reply.node}, or "
-            "the socket of this one",
+            f"{config.socket} is that of node {reply.node}, this is {config.node}: give --node {reply.node}, "
+            "or the socket of this one",
         ), None
     return Finding("daemon", "ok", f"node {reply.node} runs, pid {reply.pid}"), int(reply.pid)
 
