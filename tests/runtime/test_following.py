@@ -2,51 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 import pytest
 import trio
 
-from tenplexfs.core.build import build_ptc
-from tenplexfs.errors import (
-    ConflictError,
-    UnavailableError,
-)
-from tenplexfs.formats.layout_json import parse_layout
-from tenplexfs.runtime.coordinator import Change
-from tenplexfs.runtime.orders import Progress
-from tenplexfs.runtime.planning import Target
-from tests.runtime.cluster import JOB, Cluster, layout_json, tensors_of
-
-MESHES = [{"pp": 1, "tp": 4}, {"pp": 4, "tp": 1}, {"pp": 1, "tp": 1}, {"pp": 2, "tp": 2}]
-WHOLE = tensors_of(build_ptc(parse_layout(layout_json())))
-
-
-@pytest.fixture
-def cluster(tmp_path):
-    made = Cluster(tmp_path, 3)
-    yield made
-    made.close()
-
-
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    trio.run(work)
-
-
-async def ready(cluster: Cluster, **changes: object) -> None:
-    await cluster.nodes[0].coordinator.create(JOB, layout_json(**changes), b"{}")
-    await cluster.load(WHOLE)
-
-
-async def move(cluster: Cluster, by: int = 0, **asked: object) -> list[Progress]:
-    seen: list[Progress] = []
-    target = asked.pop("target", None) or Target(mesh=asked.pop("mesh", {}), nodes=asked.pop("nodes", None))
-    await cluster.nodes[by].coordinator.reconfigure(Change(JOB, target, **asked), seen.append)
-    return seen
-
-
-def used(cluster: Cluster) -> list[int]:
-    return [len(node.store.snapshots()) for node in cluster.nodes]
+from tenplexfs.errors import ConflictError, UnavailableError
+from tests.runtime.cluster import JOB
+from tests.runtime.moving import WHOLE, move, ready, used
 
 
 def test_a_node_that_missed_the_switch_hears_of_it_from_the_registry(cluster):
@@ -63,7 +24,7 @@ def test_a_node_that_missed_the_switch_hears_of_it_from_the_registry(cluster):
             await cluster.check(WHOLE)
             nursery.cancel_scope.cancel()
 
-    run(main)
+    trio.run(main)
 
 
 def test_a_restarted_node_shows_the_same_snapshot(cluster):
@@ -80,7 +41,7 @@ def test_a_restarted_node_shows_the_same_snapshot(cluster):
             await cluster.check(WHOLE)
             nursery.cancel_scope.cancel()
 
-    run(main)
+    trio.run(main)
 
 
 def test_a_stage_that_was_committed_while_a_node_was_away_is_shown_when_it_returns(cluster):
@@ -97,7 +58,7 @@ def test_a_stage_that_was_committed_while_a_node_was_away_is_shown_when_it_retur
             await cluster.check(WHOLE)
             nursery.cancel_scope.cancel()
 
-    run(main)
+    trio.run(main)
 
 
 def test_without_the_registry_the_last_committed_snapshot_is_shown(cluster):
@@ -113,7 +74,7 @@ def test_without_the_registry_the_last_committed_snapshot_is_shown(cluster):
                 await move(cluster, mesh={"pp": 1, "tp": 4})
             nursery.cancel_scope.cancel()
 
-    run(main)
+    trio.run(main)
 
 
 def test_a_registry_that_lost_everything_costs_no_bytes(cluster):
@@ -135,7 +96,7 @@ def test_a_registry_that_lost_everything_costs_no_bytes(cluster):
             assert used(cluster) == [1, 1, 0]
             nursery.cancel_scope.cancel()
 
-    run(main)
+    trio.run(main)
 
 
 def test_a_removal_that_a_node_missed_frees_its_bytes_when_it_hears_of_it(cluster):
@@ -151,7 +112,7 @@ def test_a_removal_that_a_node_missed_frees_its_bytes_when_it_hears_of_it(cluste
             assert JOB not in node.member.shown()
             nursery.cancel_scope.cancel()
 
-    run(main)
+    trio.run(main)
 
 
 def test_remove_frees_everything_and_the_name(cluster):
@@ -164,7 +125,7 @@ def test_remove_frees_everything_and_the_name(cluster):
         await ready(cluster)
         assert cluster.nodes[1].shown().id.generation == 1
 
-    run(main)
+    trio.run(main)
 
 
 def test_open_files_and_leases_keep_their_snapshot(cluster):
@@ -185,7 +146,7 @@ def test_open_files_and_leases_keep_their_snapshot(cluster):
         assert len(other.store.snapshots()) == 1
         assert bytes(held.read(0, held.size) or b"") == before
 
-    run(main)
+    trio.run(main)
 
 
 def test_what_a_dead_coordinator_left_staged_is_dropped_under_the_lock(cluster):
@@ -210,4 +171,4 @@ def test_what_a_dead_coordinator_left_staged_is_dropped_under_the_lock(cluster):
         assert cluster.registry.locks == {}
         await cluster.check(WHOLE)
 
-    run(main)
+    trio.run(main)

@@ -13,13 +13,6 @@ from tests.runtime.cluster import JOB, Cluster, inline, layout_json
 from tests.runtime.test_past import listed, save, states
 
 
-@pytest.fixture
-def cluster(tmp_path):
-    made = Cluster(tmp_path, 3)
-    yield made
-    made.close()
-
-
 async def start(cluster: Cluster, keep: int) -> None:
     await cluster.nodes[0].coordinator.create(JOB, layout_json(), b'{"keep_steps": %d}' % keep)
 

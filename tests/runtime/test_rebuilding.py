@@ -5,24 +5,14 @@ from __future__ import annotations
 import pytest
 import trio
 
-from tenplexfs.core.build import build_ptc
 from tenplexfs.errors import PreconditionError
-from tenplexfs.formats.layout_json import parse_layout
 from tenplexfs.runtime.coordinator import Change
 from tenplexfs.runtime.heads import HeadMover
 from tenplexfs.runtime.planning import Target
 from tenplexfs.runtime.rebuilding import Rebuilder
 from tenplexfs.runtime.recovery import Recovery
-from tests.runtime.cluster import JOB, Cluster, inline, layout_json, tensors_of
-
-WHOLE = tensors_of(build_ptc(parse_layout(layout_json())))
-
-
-@pytest.fixture
-def cluster(tmp_path):
-    made = Cluster(tmp_path, 3)
-    yield made
-    made.close()
+from tests.runtime.cluster import JOB, Cluster, inline, layout_json
+from tests.runtime.moving import WHOLE
 
 
 def rebuilder(cluster: Cluster) -> Rebuilder:

@@ -15,24 +15,12 @@ from tenplexfs.formats.layout_json import parse_layout
 from tenplexfs.runtime.coordinator import Change
 from tenplexfs.runtime.planning import Target
 from tests.runtime.cluster import JOB, Cluster, MemoryRegistry, Node, layout_json, tensors_of
+from tests.runtime.moving import WHOLE, ready
 from tests.runtime.test_rebuilding import rebuilder
 
 MESHES = [{"pp": 1, "tp": 4}, {"pp": 4, "tp": 1}, {"pp": 2, "tp": 2}]
-WHOLE = tensors_of(build_ptc(parse_layout(layout_json())))
 OTHER = tensors_of(build_ptc(parse_layout(layout_json())), seed=1)
 ALL = dict.fromkeys(("node0", "node1", "node2"), 0)
-
-
-@pytest.fixture
-def cluster(tmp_path):
-    made = Cluster(tmp_path, 3)
-    yield made
-    made.close()
-
-
-async def ready(cluster: Cluster) -> None:
-    await cluster.nodes[0].coordinator.create(JOB, layout_json(), b"{}")
-    await cluster.load(WHOLE)
 
 
 async def move(cluster: Cluster, number: int, *, by: int = 0, nodes: object = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
 
 import pytest
 import trio
@@ -20,39 +19,9 @@ from tenplexfs.errors import (
 )
 from tenplexfs.formats.layout_json import parse_layout
 from tenplexfs.runtime.coordinator import Change
-from tenplexfs.runtime.orders import Progress
 from tenplexfs.runtime.planning import Target
 from tests.runtime.cluster import JOB, Cluster, layout_json, tensors_of
-
-MESHES = [{"pp": 1, "tp": 4}, {"pp": 4, "tp": 1}, {"pp": 1, "tp": 1}, {"pp": 2, "tp": 2}]
-WHOLE = tensors_of(build_ptc(parse_layout(layout_json())))
-
-
-@pytest.fixture
-def cluster(tmp_path):
-    made = Cluster(tmp_path, 3)
-    yield made
-    made.close()
-
-
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    trio.run(work)
-
-
-async def ready(cluster: Cluster, **changes: object) -> None:
-    await cluster.nodes[0].coordinator.create(JOB, layout_json(**changes), b"{}")
-    await cluster.load(WHOLE)
-
-
-async def move(cluster: Cluster, by: int = 0, **asked: object) -> list[Progress]:
-    seen: list[Progress] = []
-    target = asked.pop("target", None) or Target(mesh=asked.pop("mesh", {}), nodes=asked.pop("nodes", None))
-    await cluster.nodes[by].coordinator.reconfigure(Change(JOB, target, **asked), seen.append)
-    return seen
-
-
-def used(cluster: Cluster) -> list[int]:
-    return [len(node.store.snapshots()) for node in cluster.nodes]
+from tests.runtime.moving import MESHES, WHOLE, move, ready, used
 
 
 def test_create_shows_a_job_without_state_everywhere(cluster):
@@ -69,7 +38,7 @@ def test_create_shows_a_job_without_state_everywhere(cluster):
         with pytest.raises(ExistsError, match="another layout"):
             await cluster.nodes[0].coordinator.create(JOB, layout_json(nodes={"node0": [0, 1, 2, 3]}), b"{}")
 
-    run(main)
+    trio.run(main)
 
 
 def test_import_and_every_reconfiguration_keep_every_byte(cluster):
@@ -87,7 +56,7 @@ def test_import_and_every_reconfiguration_keep_every_byte(cluster):
             await cluster.check(WHOLE)
             assert cluster.nodes[0].shown().id.generation == number + 2
 
-    run(main)
+    trio.run(main)
 
 
 def test_old_snapshots_are_dropped_and_nothing_is_copied_that_stays(cluster):
@@ -103,7 +72,7 @@ def test_old_snapshots_are_dropped_and_nothing_is_copied_that_stays(cluster):
         assert after[2] > 0
         await cluster.check(WHOLE)
 
-    run(main)
+    trio.run(main)
 
 
 def test_a_layout_that_gives_devices_keeps_ranks_where_their_bytes_are(cluster):
@@ -118,7 +87,7 @@ def test_a_layout_that_gives_devices_keeps_ranks_where_their_bytes_are(cluster):
         assert any(transfer["wire"] for transfer in listed["transfers"])
         await cluster.check(WHOLE)
 
-    run(main)
+    trio.run(main)
 
 
 def test_a_job_without_state_takes_another_layout(cluster):
@@ -131,7 +100,7 @@ def test_a_job_without_state_takes_another_layout(cluster):
         assert (cluster.nodes[2].shown().id.generation, cluster.nodes[2].shown().id.step) == (2, 5)
         await cluster.check(WHOLE)
 
-    run(main)
+    trio.run(main)
 
 
 def test_import_over_a_state_raises_the_generation(cluster):
@@ -142,7 +111,7 @@ def test_import_over_a_state_raises_the_generation(cluster):
         assert (cluster.nodes[0].shown().id.generation, cluster.nodes[0].shown().id.step) == (2, 9)
         await cluster.check(other)
 
-    run(main)
+    trio.run(main)
 
 
 def test_import_names_everything_that_does_not_fit(cluster):
@@ -167,7 +136,7 @@ def test_import_names_everything_that_does_not_fit(cluster):
         await cluster.load(wrong, ignore=("extra.*",))
         await cluster.check(WHOLE)
 
-    run(main)
+    trio.run(main)
 
 
 def test_import_refuses_ties_that_differ(cluster):
@@ -177,7 +146,7 @@ def test_import_refuses_ties_that_differ(cluster):
             await cluster.load({**WHOLE, "head": WHOLE["emb"] * 0})
         await cluster.load({**WHOLE, "head": WHOLE["emb"]})
 
-    run(main)
+    trio.run(main)
 
 
 def test_what_is_so_already_succeeds_and_a_request_runs_once(cluster):
@@ -197,7 +166,7 @@ def test_what_is_so_already_succeeds_and_a_request_runs_once(cluster):
         with pytest.raises(ConflictError, match="expected 1, the job is at 4"):
             await move(cluster, mesh={"pp": 4, "tp": 1}, expected_generation=1)
 
-    run(main)
+    trio.run(main)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +192,7 @@ def test_bad_layouts_change_nothing(cluster, change, match):
         assert cluster.registry.locks == {}
         await cluster.check(WHOLE)
 
-    run(main)
+    trio.run(main)
 
 
 def test_a_node_that_fails_to_stage_leaves_nothing_behind(cluster):
@@ -235,7 +204,7 @@ def test_a_node_that_fails_to_stage_leaves_nothing_behind(cluster):
         assert used(cluster) == [1, 1, 0]
         await cluster.check(WHOLE)
 
-    run(main)
+    trio.run(main)
 
 
 def test_no_room_is_refused_before_anything_moves(tmp_path):
@@ -251,7 +220,7 @@ def test_no_room_is_refused_before_anything_moves(tmp_path):
             await cluster.load(tensors_of(build_ptc(parse_layout(big))))
         assert cluster.nodes[0].shown().id.step is None
 
-    run(main)
+    trio.run(main)
     cluster.close()
 
 
@@ -266,7 +235,7 @@ def test_a_conflict_at_the_commit_drops_the_stage(cluster):
         await move(cluster, mesh={"pp": 1, "tp": 4})
         await cluster.check(WHOLE)
 
-    run(main)
+    trio.run(main)
 
 
 def test_a_lost_reply_of_the_commit_is_resolved_by_the_head(cluster):
@@ -277,7 +246,7 @@ def test_a_lost_reply_of_the_commit_is_resolved_by_the_head(cluster):
         assert cluster.nodes[1].shown().id.generation == 2
         await cluster.check(WHOLE)
 
-    run(main)
+    trio.run(main)
 
 
 def test_unknown_jobs_are_refused(cluster):
@@ -287,4 +256,4 @@ def test_unknown_jobs_are_refused(cluster):
         with pytest.raises(NotFoundError, match="job gpt: no such job"):
             await cluster.load(WHOLE)
 
-    run(main)
+    trio.run(main)
