@@ -15,7 +15,8 @@ from tenplexfs.core.snapshot import Head, SnapshotId
 from tenplexfs.core.transaction import is_older
 from tenplexfs.errors import UnavailableError
 
-from .node import JOB, LOCK_TTL_S, POLL_S, RETAIN_S, STAGE_S, Layout, Node, Registry, Stored
+from .coordinator import JOB, LOCK_TTL_S, STAGE_S
+from .node import POLL_S, RETAIN_S, Layout, Node, Registry, Stored
 from .world import Process, World
 
 
