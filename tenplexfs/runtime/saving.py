@@ -24,6 +24,7 @@ from tenplexfs.errors import (
     PreconditionError,
     TenplexError,
 )
+from tenplexfs.formats.requests import birth_of
 from tenplexfs.formats.values import Values
 from tenplexfs.runtime.attempts import Attempt, Base, RankSave, SavePart, SaveRequest
 from tenplexfs.runtime.orders import StageOrder
@@ -152,7 +153,7 @@ class Saves:
         where = request.job, request.step
         found = self._attempts.get(where)
         snapshot = base.head.snapshot
-        txid = self.txid(request.job, snapshot.generation, request.step, request.run)
+        txid = self.txid(request.job, base.settings_json, snapshot.generation, request.step, request.run)
         if found is not None and not found.is_over:
             if found.snapshot.txid == txid and request.rank not in found.ranks:
                 return found
@@ -172,9 +173,9 @@ class Saves:
         return made
 
     @staticmethod
-    def txid(job: JobName, generation: int, step: int, run: str) -> TxId:
-        """Returns the transaction of a save, the same on all nodes."""
-        name = f"save\0{job}\0{generation}\0{step}\0{run}"
+    def txid(job: JobName, settings_json: bytes, generation: int, step: int, run: str) -> TxId:
+        """Returns the transaction of a save, the same on all nodes, and none of a job that had the name."""
+        name = f"save\0{job}\0{birth_of(settings_json)}\0{generation}\0{step}\0{run}"
         return TxId(hashlib.blake2b(name.encode(), digest_size=8).hexdigest())
 
     async def seal(self, rank: RankSave, sums: Mapping[int, int] = _NO_SUMS) -> None:

@@ -166,10 +166,11 @@ class ClientSession:
         job, step = self._job(message), field(message, "step", int)
         run = field(message, "run", str)
         await trio.lowlevel.checkpoint()
+        shown = self._parts.member.shown().get(job)
         for view in self._parts.member.views(job):
-            if view.id.step == step and view.id.txid == self._parts.saves.txid(
-                job, view.id.generation, step, run
-            ):
+            assert shown is not None  # or there would be no views
+            txid = self._parts.saves.txid(job, shown.settings_json, view.id.generation, step, run)
+            if (view.id.step, view.id.txid) == (step, txid):
                 return {"snapshot": view.id.text}, ()
         return {"snapshot": None}, ()
 

@@ -21,6 +21,7 @@ from obstore.store import S3Store
 import tenplexfs
 from tenplexfs.client.session import run_name
 from tenplexfs.core.snapshot import JobName
+from tenplexfs.formats import manifest
 from tenplexfs.runtime.saving import Saves
 from tests.cluster.daemons import Daemon, Daemons, check, free_port, until
 from tests.runtime.cluster import write_safetensors
@@ -208,7 +209,9 @@ def test_a_persist_that_fails_is_tried_again_and_goes_on_after_a_kill(two, tmp_p
     job.save(1)
     job.until_persisted(1)
     # Where a file of node1 should be is something else; the txid of a save follows from its step and run.
-    txid = Saves.txid(JobName("gpt"), job.first.job()["generation"], 2, run_name())
+    blob = manifest.decode(two.nodes[0].store.joinpath("manifest.msgpack").read_bytes()).snapshots[-1][1]
+    stored = manifest.decode_snapshot(blob, committed=True)
+    txid = Saves.txid(JobName("gpt"), stored.settings_json, stored.id.generation, 2, run_name())
     obstacle = place / f"gpt/000000000002.1.{txid}/model/00002-0.safetensors"
     (obstacle / "in the way").mkdir(parents=True)
     job.save(2)

@@ -14,9 +14,10 @@ import trio.testing
 
 from tenplexfs.core.build import build_ptc
 from tenplexfs.core.membership import Mandate
-from tenplexfs.core.snapshot import Head, SnapshotId
+from tenplexfs.core.snapshot import Head, SnapshotId, TxId
 from tenplexfs.errors import ConflictError, NotFoundError, PreconditionError
 from tenplexfs.formats.layout_json import parse_layout
+from tenplexfs.formats.requests import with_birth
 from tenplexfs.formats.values import Values
 from tenplexfs.runtime.attempts import Base, SavePart, SaveRequest
 from tenplexfs.runtime.orders import Progress, StageOrder
@@ -131,6 +132,12 @@ def test_what_is_sealed_is_sealed_once(store):
 
     trio.run(main)
     assert list(store.verify()) == []
+
+
+def test_a_job_that_is_made_again_has_no_transaction_of_the_one_before():
+    born = [with_birth(b"{}", TxId(txid)) for txid in ("a" * 16, "b" * 16)]
+    names = [Saves.txid("j", settings, 1, 2, "run") for settings in (*born, born[0])]
+    assert names[0] == names[2] != names[1]
 
 
 @pytest.mark.parametrize("is_committed", [False, True])
