@@ -27,7 +27,7 @@ from tenplexfs.runtime.heads import HeadMover, existing
 from tenplexfs.runtime.orders import Description, NodeCalls, Progress, Report
 from tenplexfs.runtime.planning import Resolved, Target, plan_summary, regroup_values, resolve
 from tenplexfs.runtime.protocols import Lock, Registry
-from tenplexfs.runtime.recovery import Recovery
+from tenplexfs.runtime.recovery import Recovery, Wish
 from tenplexfs.runtime.switching import Base, SourcesLostError, Switch, Switcher, mute
 
 __all__ = ["Change", "Coordinator", "Saved", "State"]
@@ -175,20 +175,17 @@ class Coordinator:
         request: Request,
     ) -> Switch:
         """Returns what moves a job to the layout ``wanted``, without ``lost`` nodes of its head."""
-        base, planned, asked = None, Progress("staging"), known
+        base, planned = None, Progress("staging")
+        wish = Wish(change.job, head, known, wanted, lost, tuple(change.drop))
         datasets = await self._planned_datasets(known, head, wanted)
         if head.snapshot.step is not None:
-            found = await self.recovery.base_for(
-                change.job, head, known, wanted, lost, silent=silent, drop=change.drop
-            )
+            found = await self.recovery.base_for(wish, silent=silent)
             base, known = found.base, found.known
             planned = Progress("staging", found.message, plan={**found.plan, "dataset": datasets})
         step = known.snapshot.step
 
         async def can_do_without(gone: frozenset[NodeName]) -> bool:
-            return await self.recovery.has_replicas(
-                change.job, head, asked, wanted, lost | gone, drop=change.drop
-            )
+            return await self.recovery.has_replicas(replace(wish, lost=lost | gone))
 
         began = await self._begun(known, step, step, wanted)
         values = await self._regrouped(known.values, wanted)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import trio
 
-from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId
+from tenplexfs.core.snapshot import NodeName, SnapshotId
 from tenplexfs.errors import (
     CorruptError,
     InvalidError,
@@ -30,8 +30,8 @@ from tenplexfs.runtime.changes import State
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.copying import having_of, layout_with
 from tenplexfs.runtime.orders import Description, StoredPart
-from tenplexfs.runtime.planning import Resolved, expand, plan_summary
-from tenplexfs.runtime.recovery import Found
+from tenplexfs.runtime.planning import expand, plan_summary
+from tenplexfs.runtime.recovery import Found, Wish
 from tenplexfs.runtime.restoring import Found as Persisted
 from tenplexfs.runtime.restoring import own_steps, settings_with, state_of
 from tenplexfs.runtime.snapshot import rank_nodes
@@ -41,18 +41,6 @@ from tenplexfs.storage.checkpoint_reader import OpenCheckpoint
 __all__ = ["Ladder"]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Wish:
-    """What somebody asked for, and what is left of it."""
-
-    job: JobName
-    head: Head
-    known: Description
-    wanted: Resolved
-    lost: frozenset[NodeName]
-    drop: tuple[str, ...]
 
 
 class Ladder:
@@ -69,34 +57,17 @@ class Ladder:
         self._compute = compute
         self._endpoints = endpoints
 
-    async def copies(
-        self,
-        job: JobName,
-        head: Head,
-        known: Description,
-        wanted: Resolved,
-        lost: frozenset[NodeName],
-        drop: Sequence[str],
-    ) -> Found | None:
-        """Returns ``head`` from its nodes and the copies of others, or None where they lack something."""
-        wish = _Wish(job, head, known, wanted, lost, tuple(drop))
-        return await self._in_copies(wish, await self._stock(wish), known)
+    async def copies(self, wish: Wish) -> Found | None:
+        """Returns the head from its nodes and the copies of others, or None where they lack something."""
+        return await self._in_copies(wish, await self._stock(wish), wish.known)
 
-    async def older(
-        self,
-        job: JobName,
-        head: Head,
-        known: Description,
-        wanted: Resolved,
-        lost: frozenset[NodeName],
-        drop: Sequence[str],
-    ) -> Found:
+    async def older(self, wish: Wish) -> Found:
         """Returns the newest older step that is whole somewhere.
 
         Raises:
             UnavailableError: There is none, or a living node does not say what it has.
         """
-        wish = _Wish(job, head, known, wanted, lost, tuple(drop))
+        job, head, lost = wish.job, wish.head, wish.lost
         stock = await self._stock(wish)
         if silent := {*self._endpoints()} - lost - stock.keys():
             raise UnavailableError(
@@ -114,18 +85,18 @@ class Ladder:
             )
         if kept is not None:
             return kept
-        where = "no step is persisted" if persist_of(known.settings_json) else "it is not persisted"
+        where = "no step is persisted" if persist_of(wish.known.settings_json) else "it is not persisted"
         raise UnavailableError(
             f"job {job}: {head.snapshot}: without {_named(lost)} no replicas and no copies have all of it, "
             f"no older step is whole, and {where}"
         )
 
-    async def _stock(self, wish: _Wish) -> dict[NodeName, tuple[StoredPart, ...]]:
+    async def _stock(self, wish: Wish) -> dict[NodeName, tuple[StoredPart, ...]]:
         """Returns what the nodes that are left store of the job."""
         return await take_stock(self._calls, {*self._endpoints()} - wish.lost, wish.job)
 
     async def _in_copies(
-        self, wish: _Wish, stock: Mapping[NodeName, Sequence[StoredPart]], then: Description
+        self, wish: Wish, stock: Mapping[NodeName, Sequence[StoredPart]], then: Description
     ) -> Found | None:
         """Returns ``then``, a snapshot of the job, from its nodes and copies, where they suffice."""
         expanded = await self._compute(expand, then.layout_json)
@@ -154,7 +125,7 @@ class Ladder:
         return Found(base, then, plan, f"without {_named(wish.lost)}: from {from_copies}")
 
     async def _in_older_copies(
-        self, wish: _Wish, stock: Mapping[NodeName, Sequence[StoredPart]]
+        self, wish: Wish, stock: Mapping[NodeName, Sequence[StoredPart]]
     ) -> Found | None:
         now = wish.head.snapshot
         older: dict[SnapshotId, list[NodeName]] = {}
@@ -181,7 +152,7 @@ class Ladder:
                 return replace(found, known=self._branched(wish, then, settings), message=message)
         return None
 
-    async def _persisted(self, wish: _Wish) -> tuple[Found | None, TenplexError | None]:
+    async def _persisted(self, wish: Wish) -> tuple[Found | None, TenplexError | None]:
         """Returns the newest persisted step of the job's past that can be read, or why there is none."""
         settings = wish.known.settings_json
         last = wish.head.snapshot.step or 0
@@ -205,7 +176,7 @@ class Ladder:
                 return await self._found(wish, step, state, opened), None
         return None, failure
 
-    async def _found(self, wish: _Wish, step: Persisted, state: State, opened: OpenCheckpoint) -> Found:
+    async def _found(self, wish: Wish, step: Persisted, state: State, opened: OpenCheckpoint) -> Found:
         settings = wish.known.settings_json
         plan = await self._plan(wish, state.layout_json, state.values, frozenset())
         then = Description(
@@ -216,14 +187,14 @@ class Ladder:
         known = self._branched(wish, then, settings_with(settings, opened, is_own=True))
         return Found(base, known, plan, message)
 
-    def _branched(self, wish: _Wish, then: Description, settings_json: bytes) -> Description:
+    def _branched(self, wish: Wish, then: Description, settings_json: bytes) -> Description:
         """Returns ``then`` with the settings that the job has after it went back to it."""
         since = wish.head.snapshot.generation + 1
         settings = branch_off(settings_json, since, then.snapshot.generation, then.snapshot.step)
         return replace(then, settings_json=settings)
 
     async def _plan(
-        self, wish: _Wish, layout_json: bytes, values: bytes, lost: frozenset[NodeName]
+        self, wish: Wish, layout_json: bytes, values: bytes, lost: frozenset[NodeName]
     ) -> dict[str, Any]:
         return await self._compute(
             plan_summary,

@@ -20,7 +20,7 @@ from tenplexfs.runtime.heads import HeadMover
 from tenplexfs.runtime.orders import Description, NodeCalls, StoredPart
 from tenplexfs.runtime.planning import Target, resolve
 from tenplexfs.runtime.protocols import Lock
-from tenplexfs.runtime.recovery import Recovery
+from tenplexfs.runtime.recovery import Recovery, Wish
 from tenplexfs.runtime.tasks import run_all
 
 __all__ = ["Rebuilder", "Rebuilt", "StoreCalls", "Survey"]
@@ -176,7 +176,8 @@ class Rebuilder:
             lost = frozenset(wanted.nodes) - holders[snapshot]
             missing |= lost
             head = Head(snapshot, wanted.digest, wanted.nodes)
-            if snapshot.step is None or await self._recovery.has_replicas(job, head, known, wanted, lost):
+            wish = Wish(job, head, known, wanted, lost)
+            if snapshot.step is None or await self._recovery.has_replicas(wish):
                 return Rebuilt(job, now, head, tuple(sorted(missing)), tuple(newer))
             newer.append(snapshot)
         return Rebuilt(job, now, None, tuple(sorted(missing)), tuple(newer))

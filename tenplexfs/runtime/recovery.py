@@ -7,8 +7,8 @@ replicas reach; else from what `Beyond` finds.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from tenplexfs.runtime.planning import Resolved, plan_summary
 from tenplexfs.runtime.switching import Base
 from tenplexfs.runtime.tasks import run_all
 
-__all__ = ["Beyond", "Found", "Recovery", "Survey"]
+__all__ = ["Beyond", "Found", "Recovery", "Survey", "Wish"]
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,26 @@ class Survey:
 
 
 @dataclass(frozen=True)
+class Wish:
+    """A layout that a job is to have, and what is left of what it is.
+
+    Attributes:
+        head: What it is now.
+        known: What its nodes store of that.
+        wanted: The new layout.
+        lost: Nodes of ``head`` that cannot send their part.
+        drop: Patterns of tensors that the new layout may lack.
+    """
+
+    job: JobName
+    head: Head
+    known: Description
+    wanted: Resolved
+    lost: frozenset[NodeName]
+    drop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Found:
     """What the next snapshot of a job is made of.
 
@@ -77,27 +97,11 @@ class Found:
 class Beyond(Protocol):
     """Looks further, when the nodes of a head that are left do not have all of it."""
 
-    async def copies(
-        self,
-        job: JobName,
-        head: Head,
-        known: Description,
-        wanted: Resolved,
-        lost: frozenset[NodeName],
-        drop: Sequence[str],
-    ) -> Found | None:
-        """Returns ``head`` from copies on other nodes, where they have what is missing."""
+    async def copies(self, wish: Wish) -> Found | None:
+        """Returns the head from copies on other nodes, where they have what is missing."""
         ...
 
-    async def older(
-        self,
-        job: JobName,
-        head: Head,
-        known: Description,
-        wanted: Resolved,
-        lost: frozenset[NodeName],
-        drop: Sequence[str],
-    ) -> Found:
+    async def older(self, wish: Wish) -> Found:
         """Returns an older step instead.
 
         Raises:
@@ -187,43 +191,30 @@ class Recovery:
         living = self._living()
         return {*nodes} - {*living} if living else set()
 
-    async def base_for(
-        self,
-        job: JobName,
-        head: Head,
-        known: Description,
-        wanted: Resolved,
-        lost: frozenset[NodeName],
-        *,
-        silent: frozenset[NodeName] = frozenset(),
-        drop: Sequence[str] = (),
-    ) -> Found:
-        """Returns what a job's next snapshot, under the layout ``wanted``, is made of.
+    async def base_for(self, wish: Wish, *, silent: frozenset[NodeName] = frozenset()) -> Found:
+        """Returns what a job's next snapshot, under the new layout, is made of.
 
         Args:
-            job: Name of the job.
-            head: What it is now.
-            known: What its nodes store of that.
-            wanted: The new layout.
-            lost: Nodes of ``head`` that cannot send their part.
-            silent: Those of them that have not said so: before the job goes back to an older step, they are
-                waited for as long as the registry knows them as alive.
-            drop: Patterns of tensors that the new layout may lack.
+            wish: Which job and layout; of ``lost``, nodes that are none of the head do not count.
+            silent: Those of ``lost`` that have not said so: before the job goes back to an older step, they
+                are waited for as long as the registry knows them as alive.
 
         Raises:
             UnavailableError: Something that is wanted is nowhere any more; names it.
         """
-        gone = lost & {*head.nodes}
+        job, head, known = wish.job, wish.head, wish.known
+        gone = wish.lost & {*head.nodes}
+        wish = replace(wish, lost=gone)
         try:
-            plan = await self._plan(known, wanted, gone, drop)
+            plan = await self._plan(wish)
         except NoReplicaError:
             if self.beyond is None:
                 raise
-            found = await self.beyond.copies(job, head, known, wanted, gone, drop)
+            found = await self.beyond.copies(wish)
             if found is None:
                 if back := await self._returned(job, head, gone & silent):
-                    return await self.base_for(job, head, known, wanted, lost - back, drop=drop)
-                found = await self.beyond.older(job, head, known, wanted, gone, drop)
+                    return await self.base_for(replace(wish, lost=gone - back))
+                found = await self.beyond.older(wish)
             log.warning("job %s: %s", job, found.message)
             return found
         senders = frozenset(map(NodeName, plan["matrix"]))
@@ -241,33 +232,22 @@ class Recovery:
         log.warning("job %s: waiting for %s, which alone may have its bytes", job, ", ".join(sorted(silent)))
         return silent - (await self._survey(job, head.snapshot.txid, silent, silent)).lost
 
-    async def has_replicas(
-        self,
-        job: JobName,
-        head: Head,
-        known: Description,
-        wanted: Resolved,
-        lost: frozenset[NodeName],
-        *,
-        drop: Sequence[str] = (),
-    ) -> bool:
+    async def has_replicas(self, wish: Wish) -> bool:
         """Returns whether the nodes that are not ``lost`` have all that is wanted, copies counted."""
         try:
-            await self._plan(known, wanted, lost, drop)
+            await self._plan(wish)
         except NoReplicaError:
             if self.beyond is None:
                 return False
-            return await self.beyond.copies(job, head, known, wanted, lost, drop) is not None
+            return await self.beyond.copies(wish) is not None
         return True
 
-    async def _plan(
-        self, known: Description, wanted: Resolved, lost: frozenset[NodeName], drop: Sequence[str]
-    ) -> dict[str, Any]:
+    async def _plan(self, wish: Wish) -> dict[str, Any]:
         return await self._compute(
             plan_summary,
-            known.layout_json,
-            wanted.layout_json,
-            tuple(drop),
-            lost=tuple(sorted(lost)),
-            values=known.values,
+            wish.known.layout_json,
+            wish.wanted.layout_json,
+            wish.drop,
+            lost=tuple(sorted(wish.lost)),
+            values=wish.known.values,
         )

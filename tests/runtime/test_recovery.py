@@ -12,7 +12,7 @@ from tenplexfs.errors import CorruptError, NotFoundError, UnavailableError
 from tenplexfs.formats.layout_json import parse_layout
 from tenplexfs.runtime.coordinator import Change
 from tenplexfs.runtime.planning import Resolved, Target
-from tenplexfs.runtime.recovery import Recovery
+from tenplexfs.runtime.recovery import Recovery, Wish
 from tests.runtime.cluster import JOB, LAYOUT, Cluster, layout_json, tensors_of
 
 TWICE = {
@@ -274,10 +274,10 @@ class OlderStepError(UnavailableError):
 class OnlyOlder:
     """There are no copies."""
 
-    async def copies(self, *wish):
+    async def copies(self, wish):
         return None
 
-    async def older(self, *wish):
+    async def older(self, wish):
         raise OlderStepError("an older step")
 
 
@@ -344,7 +344,7 @@ def test_ranks_are_not_stopped_when_some_are_gone(cluster, is_gone):
 class NoFurther:
     """Looks nowhere else: it must not be asked."""
 
-    async def copies(self, *wish):
+    async def copies(self, wish):
         raise AssertionError
 
     older = copies
@@ -365,6 +365,6 @@ def test_a_planner_that_dies_sends_no_job_back_to_an_older_step(cluster):
         lost = frozenset({NodeName("node1")})
         for ask in (recovery.base_for, recovery.has_replicas):
             with pytest.raises(UnavailableError, match="died twice"):
-                await ask(JOB, head, known, wanted, lost)
+                await ask(Wish(JOB, head, known, wanted, lost))
 
     run(main)
