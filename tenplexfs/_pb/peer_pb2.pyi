@@ -28,7 +28,7 @@ class HelloReply(_message.Message):
     def __init__(self, node: _Optional[str] = ..., version: _Optional[str] = ..., jobs: _Optional[_Iterable[str]] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class StageRequest(_message.Message):
-    __slots__ = ("job", "snapshot", "base_txid", "old_layout_json", "new_layout_json", "settings_json", "coordinator", "drop", "endpoints", "created_ns", "values", "is_save", "source", "lost", "by", "leader")
+    __slots__ = ("job", "snapshot", "base_txid", "old_layout_json", "new_layout_json", "settings_json", "coordinator", "drop", "endpoints", "created_ns", "values", "source", "lost", "by", "leader")
     class EndpointsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -47,7 +47,6 @@ class StageRequest(_message.Message):
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     CREATED_NS_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
-    IS_SAVE_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     BY_FIELD_NUMBER: _ClassVar[int]
@@ -63,12 +62,11 @@ class StageRequest(_message.Message):
     endpoints: _containers.ScalarMap[str, str]
     created_ns: int
     values: bytes
-    is_save: bool
     source: str
     lost: _containers.RepeatedScalarFieldContainer[str]
     by: Mandate
     leader: str
-    def __init__(self, job: _Optional[str] = ..., snapshot: _Optional[_Union[_registry_pb2.Snapshot, _Mapping]] = ..., base_txid: _Optional[str] = ..., old_layout_json: _Optional[str] = ..., new_layout_json: _Optional[str] = ..., settings_json: _Optional[str] = ..., coordinator: _Optional[str] = ..., drop: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., created_ns: _Optional[int] = ..., values: _Optional[bytes] = ..., is_save: _Optional[bool] = ..., source: _Optional[str] = ..., lost: _Optional[_Iterable[str]] = ..., by: _Optional[_Union[Mandate, _Mapping]] = ..., leader: _Optional[str] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., snapshot: _Optional[_Union[_registry_pb2.Snapshot, _Mapping]] = ..., base_txid: _Optional[str] = ..., old_layout_json: _Optional[str] = ..., new_layout_json: _Optional[str] = ..., settings_json: _Optional[str] = ..., coordinator: _Optional[str] = ..., drop: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Mapping[str, str]] = ..., created_ns: _Optional[int] = ..., values: _Optional[bytes] = ..., source: _Optional[str] = ..., lost: _Optional[_Iterable[str]] = ..., by: _Optional[_Union[Mandate, _Mapping]] = ..., leader: _Optional[str] = ...) -> None: ...
 
 class Mandate(_message.Message):
     __slots__ = ("owner", "token", "attempt")

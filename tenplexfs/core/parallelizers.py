@@ -79,7 +79,7 @@ class Table:
     rows: Mapping[int, Mapping[str, int]]
 
     def propose(self, job: Committed, nodes: Mapping[str, int]) -> Answer:
-        """Returns the row."""
+        """Returns the row. Implements `Parallelizer`."""
         total = sum(nodes.values())
         size = max((size for size in self.rows if size <= total), default=None)
         if size is None:

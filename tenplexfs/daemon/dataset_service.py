@@ -88,7 +88,11 @@ class DatasetService:
         self._running: dict[tuple[JobName, str], Transaction] = {}
 
     async def add(self, request: dataset_pb2.AddDatasetRequest) -> AsyncIterator[control_pb2.Progress]:
-        """Builds the index, then switches the job to a snapshot that has the dataset, unless it has."""
+        """Builds the index, then switches the job to a snapshot that has the dataset, unless it has.
+
+        Raises:
+            ConflictError: Another request is adding it.
+        """
         wanted = _wanted(request)
         self._view.job(wanted.job)
         key = (wanted.job, wanted.name)

@@ -73,6 +73,8 @@ def settings_of(
 class Settings:
     """The value of each setting from the first place that has it.
 
+    What gives a value raises UsageError where the one that was given is of another kind.
+
     Args:
         layers: Names of places, and what each has; the first counts most.
 
