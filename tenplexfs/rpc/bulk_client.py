@@ -16,6 +16,7 @@ from xxhash import xxh3_64_intdigest
 from tenplexfs.errors import CorruptError, TenplexError, TimedOutError, UnavailableError
 from tenplexfs.rpc import bulk
 from tenplexfs.rpc.connection import Cancel, Connection
+from tenplexfs.rpc.errors import UnservedError
 from tenplexfs.rpc.ranges import MESSAGE_BYTES
 
 __all__ = ["BulkClient", "BulkStream"]
@@ -172,9 +173,11 @@ class BulkClient:
         try:
             answers = self._connection.raw_stream(bulk.ENDPOINT, b"", deadline_s=deadline_s, cancel=cancel)
             return int(next(answers, b"0"))
+        except UnservedError:  # an older daemon
+            return 0
         except (UnavailableError, TimedOutError):
             raise
-        except (TenplexError, ValueError):  # an older daemon
+        except (TenplexError, ValueError):
             return 0
 
     def _connect(self, port: int) -> BulkStream | None:

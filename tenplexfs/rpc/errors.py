@@ -15,7 +15,15 @@ import grpc
 
 from tenplexfs.errors import TenplexError, TimedOutError, UnavailableError, error_from_code, internal
 
-__all__ = ["CLIENT_METADATA", "DOCTOR_SAYS_MORE", "UnreachedError", "answer", "error_of", "is_transient"]
+__all__ = [
+    "CLIENT_METADATA",
+    "DOCTOR_SAYS_MORE",
+    "UnreachedError",
+    "UnservedError",
+    "answer",
+    "error_of",
+    "is_transient",
+]
 
 CLIENT_METADATA = ("tenplexfs-client", "1")
 """Says that the client takes long metadata."""
@@ -49,6 +57,10 @@ T = TypeVar("T")
 
 class UnreachedError(UnavailableError):
     """No connection was made: nobody has heard of the call."""
+
+
+class UnservedError(UnavailableError):
+    """The daemon that has the address now does not know the call; the one that was meant may come back."""
 
 
 def answer(context: grpc.ServicerContext, call: Callable[[], T]) -> T:
@@ -99,10 +111,8 @@ def error_of(raised: grpc.RpcError, what: str) -> TenplexError:
     if code in _TRANSPORT:
         kind = UnreachedError if _UNREACHED in message else UnavailableError
         return kind(f"{what}: {_reason(message) or f'{code}: {message}'}")
-    if (
-        code == "UNIMPLEMENTED"
-    ):  # by the daemon that has its address now; the one that was asked may come back
-        return UnavailableError(f"{what}: not served there: it is of another version, or has no registry")
+    if code == "UNIMPLEMENTED":
+        return UnservedError(f"{what}: not served there: it is of another version, or has no registry")
     return error_from_code(code, f"{what}: {message}")
 
 

@@ -204,7 +204,7 @@ async def test_unix_socket_serves_control_and_local_only(connect, tmp_path):
         (progress,) = await streamed(there, "Local/Import", local_pb2.ImportRequest(path="/x"))
         assert progress.message == "/x"
         await asked(there, "Control/CreateJob", control_pb2.CreateJobRequest(name="gpt"))
-        with pytest.raises(TenplexError, match=r"not found|implemented"):
+        with pytest.raises(TenplexError, match="not served there"):
             await in_thread(lambda cancel: list(there.raw_stream(FETCH, b"", deadline_s=5, cancel=cancel)))
 
 
