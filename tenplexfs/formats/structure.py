@@ -39,7 +39,6 @@ __all__ = [
     "leaf_files",
     "nested_document",
     "read_document",
-    "tensor_paths",
     "unflatten",
     "walk",
     "write_document",
@@ -295,11 +294,6 @@ def walk(node: Node) -> Iterator[Node]:
             stack.extend(child for _, child in reversed(node[2]))
         elif node[0] == "s":
             stack.extend(reversed(node[2]))
-
-
-def tensor_paths(document: bytes) -> tuple[str, ...]:
-    """Returns the paths of all tensors, tied ones each."""
-    return tuple(node[1] for node in walk(read_document(document)) if node[0] == "t")
 
 
 def leaf_files(document: bytes) -> dict[str, bytes]:

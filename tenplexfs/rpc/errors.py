@@ -22,7 +22,6 @@ __all__ = [
     "UnservedError",
     "answer",
     "error_of",
-    "is_transient",
 ]
 
 CLIENT_METADATA = ("tenplexfs-client", "1")
@@ -121,8 +120,3 @@ def _reason(message: str) -> str | None:
     if _UNREACHED not in message:
         return None
     return next((words for mark, words in _HANDSHAKE if mark in message), None)
-
-
-def is_transient(error: TenplexError) -> bool:
-    """Returns whether asking again may help."""
-    return isinstance(error, UnavailableError)

@@ -245,12 +245,6 @@ class RankView:
         done = (cursor.consumed - start.consumed) // start.global_batch
         return self.rows.end_of(min(max(done, 0), self.rows.partition.batches))
 
-    def batch_rows(self) -> list[tuple[int, int]]:
-        """Returns the rows of a batch, and in how many batches: run by run."""
-        full, tail = divmod(self.rows.partition.samples, self.rows.partition.start.global_batch)
-        runs = [(self.rows.local_batch, full)] if full else []
-        return [*runs, (self.count - self.rows.end_of(full), 1)] if tail else runs
-
 
 class DatasetView:
     """A dataset of a snapshot.
