@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import mmap
 import os
@@ -20,16 +19,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from harness import MIB, Node, cluster, run, write_safetensors
+from passthrough import Example, shell
 
-EXAMPLES = Path("/usr/share/doc/libfuse3-dev/examples")
 PAGE = mmap.PAGESIZE
 Work = Callable[[], object]
 
@@ -206,11 +205,6 @@ def resident_bytes(pid: int) -> int:
     return int(pages) * PAGE
 
 
-def shell(*command: object) -> str:
-    done = subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True)
-    return done.stdout
-
-
 def listings(report: Report, node: Node, size: Size) -> None:
     directory = node.mount / "many/model/0/t"
     seconds = min(timed(lambda: shell("ls", "-l", directory)) for _ in range(2))
@@ -336,46 +330,6 @@ def under_load(report: Report, nodes: Sequence[Node], base: Path, size: Size) ->
 
 
 # What is measured.
-
-
-def example_sources(here: Path) -> Path:
-    """Returns libfuse's examples as Debian ships them; images without documentation get the package again."""
-    if not EXAMPLES.exists():
-        subprocess.run(["apt-get", "download", "-q", "libfuse3-dev"], cwd=here, check=True)
-        subprocess.run(["dpkg-deb", "-x", next(here.glob("*.deb")), here], check=True)
-        return here / EXAMPLES.relative_to("/")
-    return EXAMPLES
-
-
-class Example:
-    """libfuse's ``passthrough_ll``, built from its source; its cache always keeps."""
-
-    def __init__(self, here: Path) -> None:
-        here.mkdir()
-        examples = example_sources(here)
-        for name in ("passthrough_ll.c", "passthrough_helpers.h"):
-            file = examples / name
-            text = file.read_bytes() if file.exists() else gzip.decompress(Path(f"{file}.gz").read_bytes())
-            (here / name).write_bytes(text)
-        flags = shell("pkg-config", "fuse3", "--cflags", "--libs").split()
-        self._program = here / "passthrough_ll"
-        source = here / "passthrough_ll.c"
-        subprocess.run(["gcc", "-O2", "-w", source, "-o", self._program, *flags], check=True)
-        self._mount = here / "mount"
-        self._mount.mkdir()
-
-    @contextmanager
-    def mounted(self, source: Path) -> Iterator[Path]:
-        """Shows ``source`` while entered."""
-        command = [self._program, "-f", "-o", f"source={source},cache=always", self._mount]
-        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-            try:
-                while not os.path.ismount(self._mount):
-                    time.sleep(0.01)
-                yield self._mount
-            finally:
-                subprocess.run(["fusermount3", "-u", "-z", self._mount], check=True)
-                process.wait()
 
 
 def write_inputs(base: Path, size: Size) -> None:
