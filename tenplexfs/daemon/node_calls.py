@@ -92,8 +92,9 @@ class Nodes:
         return node in self._lived
 
     def forget(self, node: NodeName) -> None:
-        """Forgets a node that is gone."""
+        """Forgets a node that is gone, and where somebody has said that it listens."""
         self._endpoints.pop(node, None)
+        self._given.discard(node)
         self._lived.discard(node)
         self._client.forget_address(node)
 

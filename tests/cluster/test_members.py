@@ -85,6 +85,11 @@ def test_drained_lost_and_forgotten(three):
     assert status == 1 and "no other node lives that could take what it has" in content["error"]["message"]
     assert "still has ranks of gpt" in content["error"]["message"]
 
+    # one that was forgotten comes back
+    b.start()
+    until(lambda: states(a).get("node1") == "living")
+    assert a.ok("node", "drain", "node1")["jobs"] == {}
+
 
 def test_the_ranks_stop_before_their_node_goes(three):
     a, b, _ = three.nodes
