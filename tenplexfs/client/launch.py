@@ -170,7 +170,8 @@ class _Launcher:
                     self._say(f"failed {failures} times without a new step: giving up")
                     self._end(start, status)
                     return status
-                self._say(f"failed with status {status}: starting again from step {start.step}")
+                where = "the beginning" if start.step is None else f"step {start.step}"
+                self._say(f"failed with status {status}: starting again from {where}")
             status = self._run_once(start)
             if self._ended_by is not None:
                 return 128 + self._ended_by
@@ -273,7 +274,7 @@ class _Launcher:
         self._say(f"ranks {', '.join(map(str, start.ranks))} of {start.world_size}: {where}")
         with tempfile.TemporaryDirectory(prefix="tenplexfs-run-") as directory:
             notes = Path(directory)
-            command = [*self._torchrun(start), "-m", "tenplexfs.client.worker", *self._given.command]
+            command = [*self._torchrun(start), "-m", "--", "tenplexfs.client.worker", *self._given.command]
             with subprocess.Popen(command, env=self._environment(start, directory)) as process:
                 self._process = process
                 overtaken = self._watch(process, start, notes)
