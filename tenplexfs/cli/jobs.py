@@ -197,7 +197,7 @@ def show_jobs(jobs: list[control_pb2.Job]) -> None:
 def _notes(job: control_pb2.Job) -> list[str]:
     """Returns what settings of a job come to, where that is less than they say."""
     wanted, others = json.loads(job.settings_json or "{}").get("replicas", 0), len(job.nodes) - 1
-    if wanted <= others:
+    if wanted <= others or not job.nodes:
         return []
     are = f"are {others + 1} nodes" if others else "is one node"
     return [f"{job.name}: replicas={wanted} comes to {others} for now: there {are}"]

@@ -134,7 +134,9 @@ def _take(path: Path) -> int:
     except BlockingIOError:
         owner = os.pread(fd, 32, 0).decode(errors="replace").strip()
         os.close(fd)
-        raise ExistsError(f"store {path}: in use by process {owner or 'unknown'}", pid=owner) from None
+        raise ExistsError(
+            f"store {path}: in use by process {owner or 'unknown'}; --store gives another", pid=owner
+        ) from None
     os.ftruncate(fd, 0)
     os.pwrite(fd, b"%d\n" % os.getpid(), 0)
     if stat.S_IMODE(found.st_mode) != 0o700:
