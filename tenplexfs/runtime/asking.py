@@ -4,43 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Protocol
 
 import trio
 
 from tenplexfs.core.snapshot import JobName, NodeName, TxId
 from tenplexfs.errors import NotFoundError, TenplexError
-from tenplexfs.runtime.orders import Description, StoredPart
+from tenplexfs.runtime.orders import DescribeCalls, Description, InventoryCalls, StoredPart
 from tenplexfs.runtime.tasks import first_answer, run_all
 
-__all__ = ["DescribeCalls", "InventoryCalls", "describe_any", "take_stock"]
+__all__ = ["REFUSED_S", "describe_any", "take_stock"]
+
+REFUSED_S = 0.4
+"""How long a node that refuses connections is asked again, where it can be done without."""
 
 _NEXT_S = 0.3  # after so long without an answer another node is asked, too
 _PATIENCE_S = 3.0
-_REFUSED_S = 0.4  # how long a node that refuses connections is asked again
-
-
-class DescribeCalls(Protocol):
-    """Asks a node, this one or another, what it stores of a snapshot."""
-
-    async def describe(
-        self, node: NodeName, job: JobName, txid: TxId, *, patience_s: float | None = None
-    ) -> Description:
-        """Returns it.
-
-        With ``patience_s`` it is tried again for so long where nobody is there, else until a deadline.
-        """
-        ...
-
-
-class InventoryCalls(DescribeCalls, Protocol):
-    """Asks a node, besides, what it stores of a job."""
-
-    async def inventory(
-        self, node: NodeName, job: JobName, *, patience_s: float | None = None
-    ) -> tuple[StoredPart, ...]:
-        """Returns its parts of snapshots of ``job``, and the copies it keeps for other nodes."""
-        ...
 
 
 async def take_stock(
@@ -52,7 +30,7 @@ async def take_stock(
     async def ask(node: NodeName) -> None:
         with trio.move_on_after(patience_s):
             try:
-                found[node] = await calls.inventory(node, job, patience_s=_REFUSED_S)
+                found[node] = await calls.inventory(node, job, patience_s=REFUSED_S)
             except TenplexError:
                 return
 

@@ -12,10 +12,10 @@ from tenplexfs.errors import InvalidError, NotFoundError, TenplexError
 from tenplexfs.formats.dataset_settings import datasets_back, datasets_of, skip_samples
 from tenplexfs.formats.lineage import with_past_of
 from tenplexfs.formats.requests import Request, has_request
-from tenplexfs.runtime.asking import InventoryCalls, describe_any, take_stock
+from tenplexfs.runtime.asking import describe_any, take_stock
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.coordinator import Coordinator, State
-from tenplexfs.runtime.orders import Description, Report
+from tenplexfs.runtime.orders import Description, InventoryCalls, Report
 from tenplexfs.runtime.past import keep_steps
 from tenplexfs.runtime.planning import expand
 from tenplexfs.runtime.restoring import Found, state_of

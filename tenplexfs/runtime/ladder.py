@@ -25,11 +25,11 @@ from tenplexfs.errors import (
 from tenplexfs.formats.dataset_settings import datasets_back
 from tenplexfs.formats.keep_settings import persist_of
 from tenplexfs.formats.lineage import branch_off, is_past_of, with_past_of
-from tenplexfs.runtime.asking import InventoryCalls, describe_any, take_stock
+from tenplexfs.runtime.asking import describe_any, take_stock
 from tenplexfs.runtime.changes import State
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.copying import having_of, layout_with
-from tenplexfs.runtime.orders import Description, StoredPart
+from tenplexfs.runtime.orders import Description, InventoryCalls, StoredPart
 from tenplexfs.runtime.planning import expand, plan_summary
 from tenplexfs.runtime.recovery import Found, Wish
 from tenplexfs.runtime.restoring import Found as Persisted

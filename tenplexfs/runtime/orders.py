@@ -9,7 +9,17 @@ from typing import Protocol
 from tenplexfs.core.membership import Mandate
 from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
 
-__all__ = ["SOURCE", "Description", "NodeCalls", "Progress", "Report", "StageOrder", "StoredPart"]
+__all__ = [
+    "SOURCE",
+    "DescribeCalls",
+    "Description",
+    "InventoryCalls",
+    "NodeCalls",
+    "Progress",
+    "Report",
+    "StageOrder",
+    "StoredPart",
+]
 
 
 SOURCE = "source"
@@ -106,22 +116,8 @@ class Progress:
 Report = Callable[[Progress], None]
 
 
-class NodeCalls(Protocol):
-    """Asks a node, this one or another. Every call has a deadline of its own."""
-
-    async def stage(self, node: NodeName, order: StageOrder, report: Callable[[int, int], None]) -> None:
-        """Returns once the node's part is staged; ``report`` gets bytes done and bytes in all."""
-        ...
-
-    async def switch(self, node: NodeName, job: JobName, head: Head | None) -> None:
-        """Returns once fresh opens on the node see ``head``, or one that is newer."""
-        ...
-
-    async def drop(
-        self, node: NodeName, job: JobName, txid: TxId, by: Mandate | None, reason: str = ""
-    ) -> None:
-        """Drops a snapshot that is staged or no longer the head; ``reason`` is for who waits for it."""
-        ...
+class DescribeCalls(Protocol):
+    """Asks a node, this one or another, what it stores of a snapshot. Calls have a deadline of their own."""
 
     async def describe(
         self, node: NodeName, job: JobName, txid: TxId, *, patience_s: float | None = None
@@ -139,8 +135,30 @@ class NodeCalls(Protocol):
         """
         ...
 
+
+class InventoryCalls(DescribeCalls, Protocol):
+    """Asks a node, besides, what it stores of a job."""
+
     async def inventory(
         self, node: NodeName, job: JobName, *, patience_s: float | None = None
     ) -> tuple[StoredPart, ...]:
         """Returns its parts of snapshots of ``job``, and the copies it keeps for other nodes."""
+        ...
+
+
+class NodeCalls(InventoryCalls, Protocol):
+    """Orders and asks a node, this one or another."""
+
+    async def stage(self, node: NodeName, order: StageOrder, report: Callable[[int, int], None]) -> None:
+        """Returns once the node's part is staged; ``report`` gets bytes done and bytes in all."""
+        ...
+
+    async def switch(self, node: NodeName, job: JobName, head: Head | None) -> None:
+        """Returns once fresh opens on the node see ``head``, or one that is newer."""
+        ...
+
+    async def drop(
+        self, node: NodeName, job: JobName, txid: TxId, by: Mandate | None, reason: str = ""
+    ) -> None:
+        """Drops a snapshot that is staged or no longer the head; ``reason`` is for who waits for it."""
         ...

@@ -16,8 +16,9 @@ import trio
 
 from tenplexfs.core.snapshot import Head, JobName, NodeName, TxId
 from tenplexfs.errors import NoReplicaError, NotFoundError, TimedOutError, UnavailableError
+from tenplexfs.runtime.asking import REFUSED_S
 from tenplexfs.runtime.compute import Compute
-from tenplexfs.runtime.orders import Description, NodeCalls
+from tenplexfs.runtime.orders import Description, InventoryCalls
 from tenplexfs.runtime.planning import Resolved, plan_summary
 from tenplexfs.runtime.switching import Base
 from tenplexfs.runtime.tasks import run_all
@@ -27,7 +28,6 @@ __all__ = ["Beyond", "Found", "Recovery", "Survey", "Wish"]
 log = logging.getLogger(__name__)
 
 _DEAD_S = 1.0  # how long a node is waited for that the registry does not know as alive
-_REFUSED_S = 0.4  # the same of one that refuses connections, and can be done without
 _SLOW_S = 2.0  # the same of one that takes calls and answers none
 _LOOK_S = 0.1
 
@@ -123,7 +123,7 @@ class Recovery:
     beyond: Beyond | None = None
 
     def __init__(
-        self, *, calls: NodeCalls, compute: Compute, living: Callable[[], Collection[NodeName]]
+        self, *, calls: InventoryCalls, compute: Compute, living: Callable[[], Collection[NodeName]]
     ) -> None:
         self._calls = calls
         self._compute = compute
@@ -154,7 +154,7 @@ class Recovery:
         begin_s = trio.current_time()
 
         async def ask(node: NodeName) -> None:
-            patience_s = None if node in needed else _REFUSED_S
+            patience_s = None if node in needed else REFUSED_S
             try:
                 parts = await self._calls.inventory(node, job, patience_s=patience_s)
             except TimedOutError:

@@ -24,7 +24,7 @@ from tenplexfs.errors import NoRoomError, NotFoundError, TenplexError, internal
 from tenplexfs.formats import npy
 from tenplexfs.formats.keep_settings import replicas_of
 from tenplexfs.runtime.array_sums import decode_array_sums, owners_in
-from tenplexfs.runtime.asking import InventoryCalls, take_stock
+from tenplexfs.runtime.asking import take_stock
 from tenplexfs.runtime.compute import Compute
 from tenplexfs.runtime.copying import (
     check_sums,
@@ -37,6 +37,7 @@ from tenplexfs.runtime.copying import (
 )
 from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.member import Member
+from tenplexfs.runtime.orders import InventoryCalls
 from tenplexfs.runtime.past import Shown, job_memory_bytes
 from tenplexfs.runtime.planning import StagePart
 from tenplexfs.runtime.protocols import PeerReader
