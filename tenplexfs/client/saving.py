@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,8 +28,11 @@ from tenplexfs.formats.structure import Flat, flatten
 
 __all__ = ["Save", "save", "save_held"]
 
+log = logging.getLogger(__name__)
+
 _JOB_BYTES = 8 << 20
 _MAX_THREADS = 4
+_SAY_S = 20.0  # until a save says whom it waits for
 _AHEAD = 2  # batches of descriptors that are open at the same time
 
 
@@ -251,10 +256,16 @@ def _finish(
 
 
 def _wait(connection: Connection, place: Place, begin: Mapping[str, object]) -> str:
+    asked_s = time.monotonic()
+    said = ""
     while True:
         answer = connection.ask("save.wait", job=place.job, step=begin["step"])
         if answer["snapshot"] is not None:
             return str(answer["snapshot"])
+        who = ", ".join(map(str, answer["missing"])) or "of other nodes"
+        if who != said and time.monotonic() - asked_s > _SAY_S:
+            log.warning("save of %s, step %d: waits for ranks %s", place.job, begin["step"], who)
+            said = who
 
 
 def _committed(place: Place, begin: Mapping[str, object]) -> str | None:

@@ -8,7 +8,7 @@ import trio
 
 from tenplexfs.core.membership import Mandate
 from tenplexfs.core.ptc import PTC
-from tenplexfs.core.snapshot import Head, JobName, SnapshotId
+from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId
 from tenplexfs.errors import TenplexError
 from tenplexfs.formats.values import Values
 from tenplexfs.runtime.save_parts import RankPlan, Sums, Tensors
@@ -127,6 +127,11 @@ class Attempt:
     def is_over(self) -> bool:
         """Whether it is committed or failed."""
         return self.committed is not None or self.failure is not None
+
+    def missing(self, node: NodeName) -> list[int]:
+        """Returns the ranks on ``node`` that have not saved their part yet."""
+        ranks = (rank for rank in self.base.ptc.ranks() if self.base.ptc.node_of(rank) == node)
+        return [rank for rank in ranks if rank not in self.ranks or not self.ranks[rank].is_sealed]
 
     def check(self) -> None:
         """Raises what it failed of."""

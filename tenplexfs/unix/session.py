@@ -155,7 +155,9 @@ class ClientSession:
         if self._attempt is None:
             raise InvalidError("save.wait: nothing was sealed on this connection")
         head = await self._parts.saves.wait(self._attempt, _WAIT_S)
-        return {"snapshot": None if head is None else head.snapshot.text}, ()
+        if head is None:
+            return {"snapshot": None, "missing": self._attempt.missing(self._parts.member.node)}, ()
+        return {"snapshot": head.snapshot.text}, ()
 
     async def _save_abort(self, message: Message) -> Answer:
         await self._parts.saves.leave(self._rank(message))

@@ -119,6 +119,22 @@ def test_a_save_in_the_background_returns_when_the_state_is_copied(two):
     check(a.mount, "gpt", whole_of(a, 1))
 
 
+def test_a_save_that_waits_says_for_whom(two, monkeypatch, caplog):
+    monkeypatch.setattr("tenplexfs.client.saving._SAY_S", 0.0)
+    a, b = two.nodes
+    paths = [(a, a, b, b)[rank].mount / "gpt" / "model" / str(rank) for rank in range(4)]
+    saves = [
+        tenplexfs.save(state_of(layout(), rank, 1), paths[rank], step=1, wait=False) for rank in (0, 2, 3)
+    ]
+    until(lambda: len(caplog.messages) == 3)
+    assert sorted(caplog.messages) == [
+        "save of gpt, step 1: waits for ranks 1",
+        *["save of gpt, step 1: waits for ranks of other nodes"] * 2,
+    ]
+    saves.append(tenplexfs.save(state_of(layout(), 1, 1), paths[1], step=1, wait=False))
+    assert len({each.wait(60) for each in saves}) == 1
+
+
 def test_a_process_that_dies_in_its_save_drops_the_step_and_the_next_run_saves(two):
     a, b = two.nodes
     with ranks(a, a, b, b) as group:
