@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import tenplexfs
-from tests.cluster.daemons import Daemon, Daemons, free_port, until
+from tests.cluster.daemons import Daemon, Daemons, until
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.mount]
 

@@ -10,7 +10,7 @@ import pytest
 
 from tenplexfs.client.meeting import Meeting
 from tenplexfs.errors import UnavailableError, UsageError
-from tests.cluster.daemons import free_port
+from tests.ports import free_port
 
 
 @pytest.fixture

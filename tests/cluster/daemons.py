@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import numpy as np
 from tenplexfs.core.build import build_ptc
 from tenplexfs.core.dtypes import dtype_of
 from tenplexfs.formats.layout_json import parse_layout
+from tests.ports import free_port
 from tests.runtime.cluster import shard_of
 
 COMMAND = [sys.executable, "-m", "tenplexfs"]
@@ -30,11 +30,6 @@ def until(what: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
     while not what():
         assert time.monotonic() < deadline, f"not within {patience_s} s: {what}"
         time.sleep(0.02)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def is_mounted(path: Path) -> bool:

@@ -24,9 +24,10 @@ from tenplexfs.client.whole import WholeSnapshot
 from tenplexfs.core.build import build_ptc
 from tenplexfs.core.paths import path_of_name
 from tenplexfs.formats.layout_json import parse_layout
-from tests.cluster.daemons import COMMAND, Daemon, Daemons, free_port, until
+from tests.cluster.daemons import COMMAND, Daemon, Daemons, until
 from tests.cluster.test_daemons import WHOLE, load
 from tests.cluster.test_persist import moto
+from tests.ports import free_port
 from tests.runtime.cluster import write_safetensors
 from tests.states import shard_of
 

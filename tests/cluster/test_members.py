@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from tenplexfs.cli.client import Daemon as Client
-from tests.cluster.daemons import COMMAND, Daemon, Daemons, check, free_port, until
+from tests.cluster.daemons import COMMAND, Daemon, Daemons, check, until
 from tests.cluster.ranks import all_do, ranks
 from tests.cluster.test_daemons import WHOLE, load, prepare
+from tests.ports import free_port
 from tests.runtime.cluster import layout_json, write_safetensors
 
 pytestmark = [

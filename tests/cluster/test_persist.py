@@ -23,7 +23,8 @@ from tenplexfs.client.session import run_name
 from tenplexfs.core.snapshot import JobName
 from tenplexfs.formats import manifest
 from tenplexfs.runtime.saving import Saves
-from tests.cluster.daemons import Daemon, Daemons, check, free_port, until
+from tests.cluster.daemons import Daemon, Daemons, check, until
+from tests.ports import free_port
 from tests.runtime.cluster import write_safetensors
 
 safe = pytest.importorskip("safetensors.numpy")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cluster.daemons import Daemons, free_port
+from tests.cluster.daemons import Daemons
 from tests.http.jobs import LAYOUT, Node, state_of
 from tests.http.tenplex import Server
+from tests.ports import free_port
 
 
 @pytest.fixture(scope="package")

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from tenplexfs.client.connection import Connection
-from tests.cluster.daemons import Daemons, free_port, until
+from tests.cluster.daemons import Daemons, until
 from tests.http.tenplex import Server, listed, same
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.mount]
 

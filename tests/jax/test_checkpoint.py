@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cluster.daemons import Daemon, Daemons, free_port
+from tests.cluster.daemons import Daemon, Daemons
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.mount]
 
