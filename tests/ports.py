@@ -10,7 +10,7 @@ _BELOW = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[
 
 
 def free_port() -> int:
-    """Returns a port that the kernel gives nobody else before it is bound: none of those for outgoing calls."""
+    """Returns a port that the kernel gives nobody else before it is bound: none that outgoing calls have."""
     while True:
         port = random.randrange(_BELOW // 2, _BELOW)
         try:
