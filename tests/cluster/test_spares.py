@@ -184,6 +184,9 @@ def test_what_is_mapped_keeps_its_bytes_through_saves_reconfigurations_and_a_kil
     readers.check()
     node.start()
     node.wait()
+    given = {os.fstat(fd).st_ino for fd in fds}
+    there = {file.inode() for kind in ("objects", "segments") for file in os.scandir(node.store / kind)}
+    assert len(given) == len(fds) and not given & there
     for fd in fds:  # who does not know yet
         os.pwrite(fd, b"\xff" * (1 << 20), 1 << 20)
         os.close(fd)
