@@ -10,8 +10,8 @@ import hmac
 import logging
 import ssl
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from urllib.parse import parse_qsl, urlsplit
 
 import h11
@@ -217,20 +217,13 @@ class _Wire:
             await trio.aclose_forcefully(self._tls or self._socket)
 
 
-class _patience:  # noqa: N801 - a context manager
+@contextmanager
+def _patience(seconds: float) -> Iterator[None]:
     """Ends what takes too long as if the other side had gone."""
-
-    def __init__(self, seconds: float) -> None:
-        self._scope = trio.CancelScope(deadline=trio.current_time() + seconds)
-
-    def __enter__(self) -> None:
-        self._scope.__enter__()
-
-    def __exit__(self, *error: object) -> bool | None:
-        handled = self._scope.__exit__(*error)  # type: ignore[arg-type]
-        if self._scope.cancelled_caught:
-            raise _GoneError("nothing came for too long")
-        return handled
+    with trio.move_on_after(seconds) as scope:
+        yield
+    if scope.cancelled_caught:
+        raise _GoneError("nothing came for too long")
 
 
 class _Body:

@@ -24,13 +24,7 @@ from functools import partial
 import trio
 
 from tenplexfs.core.snapshot import JobName, NodeName, SnapshotId, TxId
-from tenplexfs.errors import (
-    ConflictError,
-    NotFoundError,
-    PreconditionError,
-    TenplexError,
-    TimedOutError,
-)
+from tenplexfs.errors import ConflictError, NotFoundError, PreconditionError, TenplexError, TimedOutError
 from tenplexfs.formats.tenplex_files import directories, is_below
 from tenplexfs.runtime.attempts import Attempt, Base, RankSave, SaveRequest
 from tenplexfs.runtime.past import job_memory_bytes

@@ -16,12 +16,7 @@ from tenplexfs.core.membership import Mandate, Membership, Standing
 from tenplexfs.core.ptc import PTC
 from tenplexfs.core.snapshot import Head, JobName, NodeName, TxId, copies_of
 from tenplexfs.core.transaction import age, kept_steps
-from tenplexfs.errors import (
-    ConflictError,
-    CorruptError,
-    NotFoundError,
-    TenplexError,
-)
+from tenplexfs.errors import ConflictError, CorruptError, NotFoundError, TenplexError
 from tenplexfs.runtime.array_sums import parts_of
 from tenplexfs.runtime.authority import Authority
 from tenplexfs.runtime.compute import Compute
