@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import trio
 
 from tenplexfs.core.membership import Mandate
 from tenplexfs.core.ptc import PTC
-from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId
+from tenplexfs.core.snapshot import Head, JobName, NodeName, SnapshotId, TxId
 from tenplexfs.errors import TenplexError
+from tenplexfs.formats.requests import birth_of
 from tenplexfs.formats.values import Values
 from tenplexfs.runtime.save_parts import RankPlan, Sums, Tensors
 from tenplexfs.storage.store import RankFiles, SaveIngest
 
-__all__ = ["Attempt", "Base", "RankSave", "SavePart", "SaveRequest"]
+__all__ = ["Attempt", "Base", "RankSave", "SavePart", "SaveRequest", "save_txid"]
+
+
+def save_txid(job: JobName, settings_json: bytes, generation: int, step: int, run: str) -> TxId:
+    """Returns the transaction of a save, the same on all nodes, and none of a job that had the name."""
+    name = f"save\0{job}\0{birth_of(settings_json)}\0{generation}\0{step}\0{run}"
+    return TxId(hashlib.blake2b(name.encode(), digest_size=8).hexdigest())
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ node promised its part to the coordinator, the step is dropped here.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -24,9 +23,8 @@ from tenplexfs.errors import (
     PreconditionError,
     TenplexError,
 )
-from tenplexfs.formats.requests import birth_of
 from tenplexfs.formats.values import Values
-from tenplexfs.runtime.attempts import Attempt, Base, RankSave, SavePart, SaveRequest
+from tenplexfs.runtime.attempts import Attempt, Base, RankSave, SavePart, SaveRequest, save_txid
 from tenplexfs.runtime.orders import StageOrder
 from tenplexfs.runtime.past import job_memory_bytes
 from tenplexfs.runtime.save_parts import RankPlan, join_replicas, plan_rank
@@ -153,7 +151,7 @@ class Saves:
         where = request.job, request.step
         found = self._attempts.get(where)
         snapshot = base.head.snapshot
-        txid = self.txid(request.job, base.settings_json, snapshot.generation, request.step, request.run)
+        txid = save_txid(request.job, base.settings_json, snapshot.generation, request.step, request.run)
         if found is not None and not found.is_over:
             if found.snapshot.txid == txid and request.rank not in found.ranks:
                 return found
@@ -171,12 +169,6 @@ class Saves:
         )
         made = self._attempts[where] = Attempt(base, new, request.run, ingest, request.job)
         return made
-
-    @staticmethod
-    def txid(job: JobName, settings_json: bytes, generation: int, step: int, run: str) -> TxId:
-        """Returns the transaction of a save, the same on all nodes, and none of a job that had the name."""
-        name = f"save\0{job}\0{birth_of(settings_json)}\0{generation}\0{step}\0{run}"
-        return TxId(hashlib.blake2b(name.encode(), digest_size=8).hexdigest())
 
     async def seal(self, rank: RankSave, sums: Mapping[int, int] = _NO_SUMS) -> None:
         """Takes a rank's part as it is now, with the sums that it made of what it wrote, by tensor number.

@@ -13,7 +13,7 @@ import trio
 from tenplexfs.core.snapshot import Head, JobName, NodeName, check_job_name, parse_snapshot
 from tenplexfs.errors import InvalidError, NotFoundError
 from tenplexfs.formats.frames import MAX_FDS
-from tenplexfs.runtime.attempts import Attempt, RankSave, SaveRequest
+from tenplexfs.runtime.attempts import Attempt, RankSave, SaveRequest, save_txid
 from tenplexfs.runtime.jobs import JobTable
 from tenplexfs.runtime.member import Member
 from tenplexfs.runtime.saving import Saves
@@ -171,7 +171,7 @@ class ClientSession:
         shown = self._parts.member.shown().get(job)
         for view in self._parts.member.views(job):
             assert shown is not None  # or there would be no views
-            txid = self._parts.saves.txid(job, shown.settings_json, view.id.generation, step, run)
+            txid = save_txid(job, shown.settings_json, view.id.generation, step, run)
             if (view.id.step, view.id.txid) == (step, txid):
                 return {"snapshot": view.id.text}, ()
         return {"snapshot": None}, ()

@@ -22,7 +22,7 @@ import tenplexfs
 from tenplexfs.client.session import run_name
 from tenplexfs.core.snapshot import JobName
 from tenplexfs.formats import manifest
-from tenplexfs.runtime.saving import Saves
+from tenplexfs.runtime.attempts import save_txid
 from tests.cluster.daemons import Daemon, Daemons, check, until
 from tests.ports import free_port
 from tests.runtime.cluster import write_safetensors
@@ -212,7 +212,7 @@ def test_a_persist_that_fails_is_tried_again_and_goes_on_after_a_kill(two, tmp_p
     # Where a file of node1 should be is something else; the txid of a save follows from its step and run.
     blob = manifest.decode(two.nodes[0].store.joinpath("manifest.msgpack").read_bytes()).snapshots[-1][1]
     stored = manifest.decode_snapshot(blob, committed=True)
-    txid = Saves.txid(JobName("gpt"), stored.settings_json, stored.id.generation, 2, run_name())
+    txid = save_txid(JobName("gpt"), stored.settings_json, stored.id.generation, 2, run_name())
     obstacle = place / f"gpt/000000000002.1.{txid}/model/00002-0.safetensors"
     (obstacle / "in the way").mkdir(parents=True)
     job.save(2)

@@ -19,7 +19,7 @@ from tenplexfs.errors import ConflictError, NotFoundError, PreconditionError
 from tenplexfs.formats.layout_json import parse_layout
 from tenplexfs.formats.requests import with_birth
 from tenplexfs.formats.values import Values
-from tenplexfs.runtime.attempts import Base, SavePart, SaveRequest
+from tenplexfs.runtime.attempts import Base, SavePart, SaveRequest, save_txid
 from tenplexfs.runtime.orders import Progress, StageOrder
 from tenplexfs.runtime.save_leader import SaveLeader
 from tenplexfs.runtime.save_parts import Tensors
@@ -136,7 +136,7 @@ def test_what_is_sealed_is_sealed_once(store):
 
 def test_a_job_that_is_made_again_has_no_transaction_of_the_one_before():
     born = [with_birth(b"{}", TxId(txid)) for txid in ("a" * 16, "b" * 16)]
-    names = [Saves.txid("j", settings, 1, 2, "run") for settings in (*born, born[0])]
+    names = [save_txid("j", settings, 1, 2, "run") for settings in (*born, born[0])]
     assert names[0] == names[2] != names[1]
 
 
